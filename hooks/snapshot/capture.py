@@ -218,11 +218,17 @@ class Copies:
 def check_plain(name: str, tensor: Tensor) -> None:
     """Raise StateError unless this rank's part of the tensor has strided memory of its own."""
     part = local(tensor)
-    if type(part) in (Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+    if is_wrapper_tensor(part):
+        kind = type(part).__name__
+    elif part.is_meta:
+        kind = "meta tensor"
+    elif part.is_quantized:
+        kind = "quantized tensor"
+    elif part.layout is not torch.strided:
+        kind = str(part.layout)
+    else:
         return
-    if is_wrapper_tensor(part) or part.layout is not torch.strided or part.is_meta:
-        kind = type(part).__name__ if is_wrapper_tensor(part) else "meta tensor" if part.is_meta else str(part.layout)
-        raise StateError(f"{name} is a {kind}, which cannot be kept in a snapshot: leave rollback out")
+    raise StateError(f"{name} is a {kind}, which cannot be kept in a snapshot: leave rollback out")
 
 
 def spread(tensor: Tensor) -> MemorySpan | None:

@@ -51,7 +51,7 @@ class StatefulPart(Part):
         # A separate copy: load_state_dict may keep what it is given.
         value = thaw_tree(state, None, copies)
         try:
-            if groups < (now := self._count_groups()):
+            if now := self._count_groups():
                 _append_of_added_groups(value, self._owner.state_dict(), groups, now)
             self._owner.load_state_dict(value)
         except Exception as error:
@@ -71,14 +71,16 @@ class StatefulPart(Part):
 
 
 def _append_of_added_groups(kept: Any, live: Any, then: int, now: int) -> None:
-    """Append to the lists that have an entry for each of `then` groups, such as `base_lrs`, the entries of the groups
-    added since, which stay: with fewer entries than groups a scheduler's next step raises, or forgets a rate."""
+    """Append to the lists that had an entry for each of `then` groups or more, such as `base_lrs`, the entries of the
+    groups added since, which stay: with fewer entries than groups a scheduler's next step raises, or forgets a rate."""
     if isinstance(kept, dict) and isinstance(live, dict):
+        if isinstance(last := kept.get("_last_lr"), list):  # the lists may have been extended later than the groups
+            then = len(last)
         for key in kept.keys() & live.keys():
             _append_of_added_groups(kept[key], live[key], then, now)
     elif isinstance(kept, list) and isinstance(live, list):
-        if len(kept) == then and len(live) == now:
-            kept += live[then:]
+        if then <= len(kept) < now == len(live):
+            kept += live[len(kept) :]
         else:  # schedulers inside another one
             for mine, its in zip(kept, live, strict=False):
                 _append_of_added_groups(mine, its, then, now)

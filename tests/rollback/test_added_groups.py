@@ -34,8 +34,10 @@ def extend(schedule: Any) -> None:
                 getattr(one, key).append(getattr(one, key)[0] if key == "lr_lambdas" else 0.5)
 
 
+@pytest.mark.parametrize("between", [False, True], ids=["after", "between"])
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_scheduler_keeps_what_it_has_of_groups_that_were_added_since(kind: str) -> None:
+def test_a_scheduler_keeps_what_it_has_of_groups_that_were_added_since(kind: str, between: bool) -> None:
+    """`between`: the snapshot is taken between the group and the scheduler's entries for it."""
     training = Training("sgd nesterov")
     extra = nn.Parameter(torch.ones(3))
     training.model[0].register_parameter("extra", extra)
@@ -44,9 +46,9 @@ def test_a_scheduler_keeps_what_it_has_of_groups_that_were_added_since(kind: str
     training.schedule = Stepping(schedule)
     epochs = []
     for seq in range(12):
-        if seq == 6:
+        if seq == 6 - between:
             training.optimizer.add_param_group({"params": [extra], "lr": 0.25, "initial_lr": 0.5})
-            extend(schedule)
+            training.schedule.on_next = lambda: extend(schedule)
         if seq == 9:
             roll_back(restorer, at=9, to=5)
         training.step(DATA[seq])
@@ -65,8 +67,13 @@ class Stepping:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule, self._epochs = schedule, 0
+        self.on_next: Callable[[], None] | None = None
+        """Called once, before the next step of the scheduler."""
 
     def step(self) -> None:
+        if self.on_next is not None:
+            self.on_next()
+            self.on_next = None
         self._epochs += 1
         plateau = isinstance(self._schedule, lr_scheduler.ReduceLROnPlateau)
         self._schedule.step(self._epochs) if plateau else self._schedule.step()

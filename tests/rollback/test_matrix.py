@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -390,6 +391,10 @@ CASES = [
         refused="mask is a torch.sparse_coo, which cannot be kept in a snapshot",
     ),
     Case(
+        "model", "quantized buffer", lambda: _with_buffer(_quantize(torch.eye(3))),
+        refused="mask is a quantized tensor, which cannot be kept in a snapshot",
+    ),
+    Case(
         "model", "a `state_dict` that shows more than parameters and buffers", lambda: Net(Packed()),
         refused="has state that is not held: 3.seen, which its state_dict() shows",
     ),
@@ -400,6 +405,12 @@ def _with_buffer(tensor: Tensor) -> nn.Module:
     net = Net()
     net.register_buffer("mask", tensor)
     return net
+
+
+def _quantize(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to remove this kind of tensor
+        return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
 
 
 def named(case: Case) -> str:
