@@ -38,7 +38,7 @@ class LearningRates:
         of_class = getattr(step, "__func__", None)
 
         @functools.wraps(of_class or step)
-        def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def take_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 # A copy of the optimizer has this method, too, and must not step the optimizer.
                 return of_class(optimizer, *args, **kwargs) if of_class is not None else step(*args, **kwargs)
@@ -49,7 +49,7 @@ class LearningRates:
 
         self._own_step = vars(self._optimizer).get("step")
         # A method: a scheduler that is made later takes its function.
-        self._guarded_step = self._optimizer.step = MethodType(guarded, self._optimizer)  # type: ignore[method-assign]
+        self._guarded_step = self._optimizer.step = MethodType(take_step, self._optimizer)  # type: ignore[method-assign]
 
     def release_step(self) -> None:
         """Undo `guard_step`, unless other code has wrapped the step since: then its guard does nothing."""
