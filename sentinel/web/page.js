@@ -9,8 +9,7 @@ const pause = document.getElementById('pause');
 const filter = document.getElementById('filter'), words = document.getElementById('find'), firing = document.getElementById('firing');
 const FOCUSABLE = 'a[href], button, summary, input, [tabindex]';
 const OFTEN = 2000, SOMETIMES = 10000, SELDOM = 60000;  // ms between two requests: for a live run, for histories, and if nothing new comes
-const PATIENCE = 30000;  // ms to wait for an answer: a daemon that stands still neither answers nor closes the connection
-const PATIENCE_WHOLE = 300000;  // the same, for an answer for which the histories of months are read
+const PATIENCE = 30000;  // ms to wait for an answer, ten times that for a whole history: a daemon that stands still does not close the connection
 let paused = false, pressed = false, wait = OFTEN, timer = 0, silentSince = '', answered = false;
 let place = '';  // the path of what is shown, or was requested
 const picked = new Set();
@@ -42,7 +41,7 @@ function say(words, time = '') {
 
 async function asked(path, method = 'GET') {
   const headers = {Authorization: 'Bearer ' + address.token};
-  const response = await fetch(path, {method, headers, signal: AbortSignal.timeout(isWhole() ? PATIENCE_WHOLE : PATIENCE)});
+  const response = await fetch(path, {method, headers, signal: AbortSignal.timeout(isWhole() ? 10 * PATIENCE : PATIENCE)});
   if (response.status === 401)
     throw new Error((answered ? 'Another daemon answers at this address' : 'This address lacks the token') +
       `: \`${['sentinel page', runOf()].join(' ').trim()}\` prints the whole one.`);
@@ -53,10 +52,9 @@ async function asked(path, method = 'GET') {
 // The content stays, marked as old. Each failed request writes a line into the browser's console.
 function silent(error) {
   silentSince ||= clock();
-  const run = main.querySelector('[data-id]')?.dataset.id;
-  const why = error.name === 'TimeoutError' ? 'it stands still, or reads a long history' : 'its run has ended, or it is being restarted';
+  const run = main.querySelector('[data-id]')?.dataset.id, late = error.name === 'TimeoutError';
   say(error.name === 'Error' ? error.message + (answered ? ` Nothing new since ${silentSince}.` : '') :
-    `The daemon does not answer since ${silentSince}: ${why}. ` +
+    `The daemon does not answer since ${silentSince}: ${late ? 'it stands still, or reads a long history' : 'its run has ended, or it is being restarted'}. ` +
     (run ? `All of the run: \`sentinel page ${run}\`, or as a file: \`sentinel report ${run}\`.` : ''));
   document.body.classList.add('stale');
 }

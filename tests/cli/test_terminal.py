@@ -27,7 +27,7 @@ from tests.report.runs import case, history
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08b\u202ec\x85\x7f"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 RANK: dict[str, Any] = {
-    "rank": 0, "state": EVIL, "step": 1, "phase": EVIL, "spacing": {1: 2}, "wanted": {}, "dropped": 1,
+    "rank": 0, "state": EVIL, "step": 1, "phase": EVIL, "spacing": {"1": 2}, "wanted": {}, "dropped": 1,
     "costs": {EVIL: 0.1}, "unseen": [EVIL], "kernel_missing": EVIL, "kind": EVIL, "quiet_seconds": 5.0, "at": EVIL,
     "stall": {"seconds": 1.0, "at": EVIL},
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""A real training run that is wrecked from one step on: 20 batches of corrupted data at a harmful rate.
+"""A real training run that is wrecked from one step on: by 20 batches of corrupted data at a harmful rate, or by one
+batch with NaN. After one the weights are NaN, and a quick daemon would use up its rollbacks during 20.
 
     python spiking.py [--nan]
 
@@ -43,11 +44,11 @@ def main() -> None:
         if step >= STEPS and (monitor.state != "streaming" or (rollbacks and step >= rollbacks[-1] + STEPS - FAULT)):
             break
         x, y = batches(generator)
-        if FAULT <= step < FAULT + LENGTH:
-            if "--nan" in sys.argv:
+        if "--nan" in sys.argv:
+            if step == FAULT:
                 x[0] = torch.nan
-            else:
-                x, y = x * 50, torch.zeros_like(y)
+        elif FAULT <= step < FAULT + LENGTH:
+            x, y = x * 50, torch.zeros_like(y)
         loss = torch.nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
