@@ -286,6 +286,7 @@ def test_a_node_ends_in_time_where_no_coordinator_ever_was(options: tuple[str, .
         assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_node_with_the_history_directory_of_another_stays_the_node_that_it_is(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
