@@ -1,5 +1,5 @@
 # `make demo` and `make test` only need Python 3.11 or newer: they make .venv by themselves.
-# WORKERS: two for a proof; four for the tests, also on two cores, as they wait for processes half of the time.
+# WORKERS: two for a proof; three for fast tests, four for slow ones, also on two cores, as they wait for processes.
 # SEED: selects the cases of tests marked `sampled`, and in CI a fifth of the slow tests. `make proof PART=cases` runs
 # all cases, `make slow` all slow tests.
 PYTHON ?= python3
@@ -20,17 +20,17 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	@$(BIN)/sentinel demo --fault $(FAULT)
 
-PYTEST = $(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal --sample-seed $(SEED) --durations 12
+PYTEST = $(BIN)/python -m pytest -n $(or $(WORKERS),$(1)) --dist worksteal --sample-seed $(SEED) --durations 12
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(call PYTEST,3) -m "not slow"
 
 slow: $(READY)
-	$(PYTEST) -m slow
+	$(call PYTEST,4) -m slow
 
 # The tests as CI runs them, in one call: collected once, and waiting tests run beside computing ones.
 all-tests: $(READY)
-	$(PYTEST) --slow-share 5
+	$(call PYTEST,4) --slow-share 5
 
 proof: $(READY)
 	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)
