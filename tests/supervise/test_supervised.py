@@ -255,7 +255,7 @@ SLEEPING = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
 print("ready", flush=True)
-time.sleep(1000)
+while True: time.sleep(0.1)  # a signal right before a sleep waits for its end
 """
 
 
