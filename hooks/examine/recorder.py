@@ -73,7 +73,7 @@ class Examination:
         """Keys of loaders that were read to their end."""
         self._inputs: dict[nn.Module, dict[str, float]] = {}
         self._course: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-        """Names in a loss's graph -> (step, value) of the first and of the last such loss, up to one that is not
+        """Names in a loss's graph -> (step, value) of the first and of the last such loss, up to a loss that is not
         finite."""
         self._bad_input: dict[str, Any] | None = None
         """The first step with NaN or infinity in a batch or in the input of a model, and where."""

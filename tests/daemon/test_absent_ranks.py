@@ -1,4 +1,4 @@
-"""Ranks that never come: those of a job's other nodes, or all but the one that attached. What there is gets judged."""
+"""Ranks that never come: those of a job's other nodes, or all but the rank that attached. What there is gets judged."""
 
 from __future__ import annotations
 

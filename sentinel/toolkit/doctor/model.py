@@ -100,7 +100,7 @@ def _adapters(model: dict[str, Any]) -> Iterator[DoctorFinding]:
 def _optimizer(optimizer: dict[str, Any], facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     name, groups = optimizer["class"], optimizer["groups"]
     if optimizer["stale"] and (facts["models"] or facts["forward"]):
-        # Of one that trains nothing, attach refuses the run: no rule sees it.
+        # If it trains nothing, attach refuses the run: no rule sees it.
         stale, parameters = optimizer["stale"], optimizer["parameters"]
         key = "optimizer-holds-others/all" if stale == parameters else "optimizer-holds-others"
         yield describe_finding(key, stale=stale, parameters=parameters, optimizer=name)
