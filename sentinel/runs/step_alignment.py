@@ -41,8 +41,6 @@ class Alignment(Generic[Sample]):
         """The furthest step that a rank has reached; None: not known."""
         self._last: tuple[int, int] | None = None
         """The slowest rank and the step that it has reached: searched for again only after it has moved on."""
-        self.late = 0
-        """Samples that arrived after their step was closed."""
 
     @property
     def closed_to(self) -> int:
@@ -96,7 +94,6 @@ class Alignment(Generic[Sample]):
                 self._silent.discard(rank)
                 self._last = None
             if seq <= self._closed_to:
-                self.late += 1
                 continue
             step = self._open.get(seq)
             if step is None:

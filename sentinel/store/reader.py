@@ -40,6 +40,7 @@ AT_A_TIME = 16
 MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
 """Bytes that a history may unpack to while it is read: so many, plus so many for each packed byte. Losses, norms and
 times do not pack tenfold."""
+LOCK_SECONDS = 5.0
 _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
 """Tables of every schema. A file with a view in place of one was not written by Sentinel, and may have any number of
 rows."""
@@ -144,22 +145,26 @@ class KeptRank(msgspec.Struct, frozen=True):
     """Whether it said goodbye."""
 
 
-def is_blank(path: Path) -> bool:
-    """Return whether a history has no table: the disk was full when it was begun."""
+def is_blank(path: Path, *, patience: float = LOCK_SECONDS) -> bool:
+    """Return whether a history has no table: the disk was full when it was begun. `patience`: as for `History`."""
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        uri = f"{path.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=patience)) as database:
             return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
     except sqlite3.Error:
         return False
 
 
 class History:
-    """One history file. Raises ConfigError where it cannot be read: DamageError where it never will be."""
+    """One history file. Raises ConfigError where it cannot be read: DamageError where it never will be.
 
-    def __init__(self, path: Path) -> None:
+    `patience`: seconds to wait where another program has locked the file.
+    """
+
+    def __init__(self, path: Path, *, patience: float = LOCK_SECONDS) -> None:
         self.path = path
         try:
-            self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+            self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=patience)
             meta = dict(self._database.execute("SELECT key, value FROM meta"))
             tables = self._database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             self._tables = {name for (name,) in tables}

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sentinel.node import paths
+from sentinel.store.layout import is_damage
 
 YOUNG_SECONDS = 3600.0
 SIDES = ("", "-wal", "-shm", "-journal")
@@ -95,17 +96,15 @@ def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
 
 
 def in_use(path: Path) -> bool:
-    """Return whether a daemon or a reader has it open. Only a process that alone has it open can fold a write-ahead log
-    into its file."""
+    """Return whether a daemon or a reader has it open, or may have: one that cannot be opened counts as in use. Only a
+    process that alone has it open can fold a write-ahead log into its file."""
     try:
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=0)) as database:
             ((mode,),) = database.execute("PRAGMA journal_mode=DELETE").fetchall()
             return bool(mode != "delete")
-    except sqlite3.OperationalError as error:
-        return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-    except sqlite3.DatabaseError:
-        return False  # damaged, so not in use
+    except sqlite3.DatabaseError as error:
+        return not is_damage(error)
 
 
 def _measure_file(path: Path) -> StoredHistory | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -60,6 +61,26 @@ def test_the_run_is_asked_to_come_back_and_no_history_is_moved(tmp_path: Path) -
     assert [one.name for one in path.parent.iterdir()] == ["r1.sqlite"]
     with History(path) as history:
         assert [case["id"] for case in history.incidents()] == ["0.1"]
+
+
+def test_a_locked_history_is_not_waited_for(tmp_path: Path) -> None:
+    """All runs of the node waited with it, up to ten seconds. Here the lock is gone after two."""
+    path = tmp_path / "r1.sqlite"
+    before = Store(path, run="train", run_id="r1")
+    before.records.begin_attempt(0, msgspec.msgpack.encode({}))
+    before.close()
+    histories, run = Histories(at(path)), Runs().find_run(IDENTITY, 0.0)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        release = threading.Timer(2.0, other.rollback)
+        release.start()
+        assert histories.open(run, IDENTITY, 0.0) is None
+        release.join()
+    opened = histories.open(run, IDENTITY, 1.0)
+    assert opened is not None
+    assert opened.begins == 1
+    assert opened.store is not None
+    opened.store.close()
 
 
 def test_a_new_run_without_a_descriptor_is_watched_and_its_history_opened_later(tmp_path: Path) -> None:

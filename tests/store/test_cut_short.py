@@ -14,6 +14,7 @@ import pytest
 from sentinel.notify.outbox import untold
 from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store, retention
+from tests.store.test_locked import no_descriptor_left
 
 
 def emptied(path: Path) -> None:
@@ -96,3 +97,14 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
     assert not retention.in_use(path)
     assert untold(path) == []
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_a_history_that_cannot_be_opened_is_kept(tmp_path: Path) -> None:
+    """Only SQLite's "busy" counted as in use, and any other failure to open it as permission to delete it."""
+    path = tmp_path / "r1.sqlite"
+    made = Store(path, run="train", run_id="r1")
+    fill(made, 0, 10)
+    with no_descriptor_left():
+        assert not retention.remove(path)
+    made.close()
+    assert retention.remove(path)

@@ -68,13 +68,14 @@ class Histories:
 def _last_attempt(store: Store) -> int:
     """Return the number of the last attempt in the file; -1 if there is none.
 
+    It does not wait for a lock: every run of the node would wait with it, and the run comes back.
     Raises ConfigError if the file cannot be read, OSError if it is unknown whether it exists.
     """
     try:
-        if not store.is_open and (store.path.stat().st_size == 0 or is_blank(store.path)):
+        if not store.is_open and (store.path.stat().st_size == 0 or is_blank(store.path, patience=0.0)):
             return -1
     except FileNotFoundError:
         return -1
-    with History(store.path) as history:
+    with History(store.path, patience=0.0) as history:
         attempts = history.attempts()
     return attempts[-1][0] if attempts else -1
