@@ -70,6 +70,7 @@ def describe_run(
         "incidents": dict(Counter(case["severity"] for case in cases)),
         "open": sum(case["state"] in ("firing", UNRESOLVED) for case in cases),
         "worst": _find_worst(cases) if cases else None,
+        "node": None if any("own" in case for case in cases) else kept.node,
         "snapshot": _find_snapshot(kept, number), "lost_steps": _count_lost(kept), "file": str(stored.path),
     }  # fmt: skip
 
@@ -186,9 +187,11 @@ def _judge_ends(
 
 
 def describe_found(row: dict[str, Any]) -> str:
+    """Return the incidents of a run in words, and what its history lacks. In a job over several nodes `node` of the row
+    is the one whose incidents they are; None: the job's."""
     worst = row["worst"]
     named = name_worst(worst["alert"], worst["step"], grew=worst["grew"]) if worst else ""
-    found = describe_incidents(row["incidents"], named)
+    found = describe_incidents(row["incidents"], named) + (f" on node {row['node']}" if row["node"] is not None else "")
     return found + (f"; {name_lost_steps(row['lost_steps'])}" if row["lost_steps"] else "")
 
 
@@ -215,5 +218,5 @@ def describe_unkept(live: dict[str, Any]) -> dict[str, Any]:
         "run": live["run"], "run_id": live["run_id"], "state": outcome.state, "outcome": outcome.words, "status": None,
         "began": began, "seconds": seconds, "attempts": live["attempt"] + 1,
         "step": live["step"] if live["step"] >= 0 else None, "loss": live["values"].get("loss"), "incidents": {},
-        "open": live["open_incidents"], "worst": None, "snapshot": None, "lost_steps": 0, "file": "",
+        "open": live["open_incidents"], "worst": None, "node": None, "snapshot": None, "lost_steps": 0, "file": "",
     }  # fmt: skip

@@ -179,6 +179,9 @@ class History:
         if lacking:
             raise DamageError(f"{path}: the history is damaged (it has no {', '.join(lacking)})")
         self.run, self.run_id, self.source = meta["run"], meta["run_id"], meta.get("source") or ""
+        node = str(meta.get("node", ""))
+        self.node = int(node) if node.isdecimal() and len(node) < 10 else None
+        """The node whose history this is, in a job over several nodes."""
         self._unpackable = MOST_UNPACKED
 
     def __enter__(self) -> History:

@@ -43,10 +43,12 @@ def keep(
     cause: str = "",
     parents: dict[int, str] | None = None,
     run_id: str = "",
+    node: int | None = None,
+    of_job: tuple[str, ...] = (),
 ) -> Store:
     """Write the history of a run with one rank, of 20 steps from step 100 on."""
     run_id = run_id or f"{name}-1"
-    store = Store(paths.state_directory() / "runs" / f"{run_id}.sqlite", run=name, run_id=run_id)
+    store = Store(paths.state_directory() / "runs" / f"{run_id}.sqlite", run=name, run_id=run_id, node=node)
     store.records.begin_attempt(0, msgspec.msgpack.encode({"step_offset": 100}))
     store.records.add_rank(0, 0, process=7, hello=b"")
     store.records.add_event(0, 0, "hello", rank=0, pid=7)
@@ -60,6 +62,18 @@ def keep(
         alert = {"alert": "RankLost"} if cause else {}
         alert |= {"parent": (parents or {}).get(number, "")}
         store.records.put_incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
+    for own in of_job:
+        case = {
+            "id": "j.1",
+            "alert": "Alert1",
+            "severity": "warning",
+            "state": "resolved",
+            "time": time.time(),
+            "own": [own],
+        }
+        store.records.put_job_incident(
+            "j.1", 4, case | {"run_id": run_id, "step": 105, "first_step": 104, "summary": ""}
+        )
     store.records.end_attempt(0)
     store.close(10.0)
     return store
@@ -221,6 +235,17 @@ def test_one_run_with_its_incidents() -> None:
     unknown = invoked("nobody")
     assert unknown.exception is not None
     assert "no run is called nobody; there are: " in str(unknown.exception)
+
+
+def test_whose_incidents_they_are_in_a_job_over_nodes() -> None:
+    """A node that is not the coordinator has only its own: "no incidents" was read as of the job."""
+    keep("calm", BYE, node=1)
+    keep("own", BYE, severities=("critical",), node=1)
+    keep("led", BYE, severities=("warning",), node=0, of_job=("0.1",))
+    assert ": no incidents on node 1; loss" in invoked("calm").stdout
+    assert ": 1 critical (Alert1 at step 105) on node 1; loss" in invoked("own").stdout
+    assert ": 1 warning (Alert1 at step 105); loss" in invoked("led").stdout
+    assert {row["run"]: row["node"] for row in listed()} == {"calm": 1, "own": 1, "led": None}
 
 
 def test_a_snapshot_that_a_rollback_made_void_is_not_named() -> None:
