@@ -63,17 +63,9 @@ def keep(
         alert |= {"parent": (parents or {}).get(number, "")}
         store.records.put_incident(f"0.{number}", 4, case | alert | {"diagnosis": {"cause": cause}})
     for own in of_job:
-        case = {
-            "id": "j.1",
-            "alert": "Alert1",
-            "severity": "warning",
-            "state": "resolved",
-            "time": time.time(),
-            "own": [own],
-        }
-        store.records.put_job_incident(
-            "j.1", 4, case | {"run_id": run_id, "step": 105, "first_step": 104, "summary": ""}
-        )
+        case = {"id": "j.1", "run_id": run_id, "alert": "Alert1", "severity": "warning", "state": "resolved"}
+        case |= {"time": time.time(), "step": 105, "first_step": 104, "summary": "it is so", "own": [own]}
+        store.records.put_job_incident("j.1", 4, case)
     store.records.end_attempt(0)
     store.close(10.0)
     return store
