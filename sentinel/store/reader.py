@@ -41,6 +41,7 @@ MOST_UNPACKED, MOST_RATIO = 128 * 1024**2, 32
 """Bytes that a history may unpack to while it is read: so many, plus so many for each packed byte. Losses, norms and
 times do not pack tenfold."""
 LOCK_SECONDS = 5.0
+"""Seconds for which a reader waits for another program's lock."""
 _TABLES = {"meta", "attempts", "chunks", "layers", "incidents", "events"}
 """Tables of every schema. A file with a view in place of one was not written by Sentinel, and may have any number of
 rows."""

@@ -21,6 +21,9 @@ SIDES = ("", "-wal", "-shm", "-journal")
 """Suffixes of a database and of the files that SQLite keeps beside it (sqlite.org/tempfiles.html)."""
 PATTERNS = ("*.sqlite", "*.sqlite.damaged-*")
 
+_DISK_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_WRITE)
+"""Errors of SQLite on a full disk. It writes here only when no other process has the history open."""
+
 
 class StoredHistory(msgspec.Struct, frozen=True):
     """One history on the disk."""
@@ -96,15 +99,15 @@ def prune(folder: Path, *, max_age: float, max_bytes: float) -> list[Doomed]:
 
 
 def in_use(path: Path) -> bool:
-    """Return whether a daemon or a reader has it open, or may have: one that cannot be opened counts as in use. Only a
-    process that alone has it open can fold a write-ahead log into its file."""
+    """Return whether a daemon or a reader has a history open, or may have: if it cannot be opened, it counts as in use.
+    Only a process that alone has it open can fold a write-ahead log into its file."""
     try:
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=0)) as database:
             ((mode,),) = database.execute("PRAGMA journal_mode=DELETE").fetchall()
             return bool(mode != "delete")
     except sqlite3.DatabaseError as error:
-        return not is_damage(error)
+        return not is_damage(error) and error.sqlite_errorcode not in _DISK_FULL
 
 
 def _measure_file(path: Path) -> StoredHistory | None:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +110,25 @@ def test_a_history_that_cannot_be_opened_is_kept(tmp_path: Path) -> None:
         assert not retention.remove(path)
     made.close()
     assert retention.remove(path)
+
+
+@pytest.mark.processes
+@pytest.mark.namespaces
+@pytest.mark.parametrize("sides", [["", "-wal"], [""]], ids=["of a killed daemon", "closed"])
+def test_a_history_is_deleted_on_a_full_disk(sides: list[str], tmp_path: Path) -> None:
+    """SQLite cannot even open it there for want of room: it is what must go to make room."""
+    path, disk = tmp_path / "r1.sqlite", tmp_path / "disk"
+    made = Store(path, run="train", run_id="r1")
+    fill(made, 0, 10)
+    disk.mkdir()
+    copies = "; ".join(f"cp {path}{side} {disk}/old.sqlite{side}" for side in sides)
+    code = (
+        "import sys, pathlib; from sentinel.store import retention; print(retention.remove(pathlib.Path(sys.argv[1])))"
+    )
+    full = f"mount -t tmpfs -o size=2m tmpfs {disk}; {copies}; ! cat /dev/zero > {disk}/rest 2> {tmp_path}/error"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-ec", f"{full}; exec {sys.executable} -c '{code}' {disk}/old.sqlite"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    made.close()
+    assert (done.stdout, done.stderr) == ("True\n", "")
