@@ -150,16 +150,17 @@ def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, st
 def follow_line(seen: Mapping[int, Seen]) -> tuple[int, ...]:
     """Return the steps of the line that was written to last, the youngest first.
 
-    A snapshot without a known parent, or whose parent was deleted, follows the next older one.
+    A snapshot without a known parent, or whose parent was deleted, follows the next older one. A part follows
+    the next older one of its lineage, if there is one: the parent that it names is what its own node wrote before it,
+    and another node may have written one in between.
     """
     falling = sorted(seen, reverse=True)
-    older = {step: next((one for one in falling if one < step), None) for step in seen}
     parents: dict[int, int | None] = {}
     for step, one in seen.items():
-        if one.parent is None:
-            parents[step] = older[step]
-        else:
-            parents[step] = next((other for other in falling if other <= min(one.parent, step - 1)), None)
+        older = [other for other in falling if other < step]
+        same = [other for other in older if one.lineage and seen[other].lineage == one.lineage]
+        known = [other for other in older if one.parent is None or other <= one.parent]
+        parents[step] = next(iter(same or known), None)
     tips = set(seen) - set(parents.values())
     following: int | None = max(tips, key=lambda tip: (seen[tip].time, tip))
     line = []

@@ -104,6 +104,19 @@ def test_what_one_node_did_not_publish_is_passed_over_on_all(disks: list[Path], 
     assert resume(ranks, disks) == [6, 6]
 
 
+def test_a_step_that_one_node_left_out_and_another_wrote_late_hides_no_later_one(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    shutil.rmtree(part(disks[0], 0, 5))
+    rewrite(part(disks[0], 0, 10), parent=-1)
+    left_out, late = (directory.read_manifest(part(disks[rank], rank, step)) for rank, step in ((0, 10), (1, 5)))
+    assert isinstance(left_out, directory.Manifest)
+    assert isinstance(late, directory.Manifest)
+    assert left_out.time < late.time
+    assert resume(ranks, disks) == [11, 11]
+
+
 @pytest.mark.slow
 def test_parts_on_another_host_are_named_and_no_older_ones_taken(
     disks: list[Path],
