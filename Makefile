@@ -1,6 +1,6 @@
 # `make demo` and `make test` only need Python 3.11 or newer: they make .venv by themselves.
 # WORKERS: two for a proof; three for fast tests, four for slow ones, also on two cores, as they wait for processes.
-# SEED: selects the cases of tests marked `sampled`, and in CI a sixth of the slow tests. `make proof PART=cases` runs
+# SEED: selects the cases of tests marked `sampled`, and in CI an eighth of the slow tests. `make proof PART=cases` runs
 # all cases, `make slow` all slow tests.
 PYTHON ?= python3
 BIN ?= .venv/bin
@@ -30,7 +30,7 @@ slow: $(READY)
 
 # The tests as CI runs them, in one call: collected once, and waiting tests run beside computing ones.
 all-tests: $(READY)
-	$(call PYTEST,4) --slow-share 6
+	$(call PYTEST,4) --slow-share 8
 
 proof: $(READY)
 	$(BIN)/python -m bench.proof $(PART) --minutes $(MINUTES) --workers $(or $(WORKERS),2) --first $(FIRST)

@@ -72,6 +72,14 @@ def count_statements(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
 
 
+def list_injected_functions(tree: ast.AST) -> Iterator[str]:
+    """Yield the parameters of constructors that take a function: objects that are wired by closures."""
+    for function in list_functions(tree):
+        if function.name == "__init__":
+            arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            yield from (one.arg for one in arguments if "Callable[" in ast.unparse(one.annotation or ast.Constant("")))
+
+
 def list_private_names(trees: Iterable[ast.Module]) -> set[str]:
     """Return the names of functions, classes, attributes and variables that begin with one underscore."""
     found = set[str]()
@@ -108,6 +116,9 @@ def measure() -> dict[str, tuple[object, list[str]]]:
     twice = [f"{name}: {', '.join(paths)}" for name, paths in sorted(classes.items()) if len(paths) > 1]
     texts = {path: path.read_text(encoding="utf-8") for path in own}
     callables = [f"{path.relative_to(ROOT)} {text.count('Callable[')}" for path, text in texts.items()]
+    injected = [
+        f"{path.relative_to(ROOT)} {name}" for path, tree in own.items() for name in list_injected_functions(tree)
+    ]
     tests = [path.read_text(encoding="utf-8") for path in list_sources("tests")]
     named = [name for text in tests for name in re.findall(r"(?<!self)(?<!cls)(?<!super\(\))\.(_[a-z]\w*)", text)]
     ours = list_private_names(own.values())
@@ -130,6 +141,7 @@ def measure() -> dict[str, tuple[object, list[str]]]:
         "functions named by a bare participle or preposition": (len(participles), participles),
         "public class names defined twice or more": (len(twice), twice),
         "Callable[ annotations": (sum(text.count("Callable[") for text in texts.values()), callables),
+        "parameters of constructors that take a function": (len(injected), injected),
         "lines of C": (c_lines, []),
         "statements in hooks, sentinel, examples, bench": (sum(map(count_statements, product.values())), []),
         "uses of private attributes of ours in tests": (private, []),
