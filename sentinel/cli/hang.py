@@ -125,4 +125,4 @@ def _list_ranks(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _label(label: str, text: str) -> list[str]:
-    return wrap_text(f"  {label:<12}", text)
+    return wrap_text(f"  {label:<11} ", text)
