@@ -41,7 +41,7 @@ def ratio(net: nn.Module) -> float:
 def test_gradients_are_compared_over_depth(compiled: bool, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         monkeypatch.setattr(kernels, "kernel_missing", "not wanted")
-    net = deep(nn.Sigmoid)
+    net = deep(nn.Sigmoid, layers=25)  # quarters of these change with each layer that is left out
     found: list[float] = []
     loop = Loop(net, torch.optim.SGD(net.parameters(), lr=0.01))
     with sentinel.attach(net, loop.optimizer):
