@@ -8,7 +8,8 @@ from sentinel.diagnose.standstill.stacks import StackFrame, Thread, threads
 
 RANKS = 8
 FRAMES = 25
-"""Most frames of the training thread; of others only the innermost frame and the user's code that called it."""
+"""Most innermost frames of the training thread, and the user's beyond them; of other threads only the innermost frame
+and the user's code that called it."""
 
 
 def format_stacks(stacks: Mapping[str, str]) -> str:
@@ -24,15 +25,21 @@ def _rank(rank: str, found: list[Thread]) -> Iterator[str]:
         return
     training, *others = found
     yield f"\n  stack of rank {rank}, the innermost call first"
-    for frame in training.frames[:FRAMES]:
-        yield f"  {'>' if frame is training.users else ' '} {_line(frame)}"
-    if len(training.frames) > FRAMES:
-        yield f"    {len(training.frames) - FRAMES} more"
+    shown, rest = training.frames[:FRAMES], training.frames[FRAMES:]
+    yield from (_mark(frame, training.users) for frame in shown)
+    if rest:
+        yield f"    {len(rest)} more"
+    if training.users in rest:
+        yield _mark(training.users, training.users)
     if any(not thread.ours for thread in others):
         yield "\n  its other threads"
     for thread in others:
         if thread.frames and not thread.ours:
             yield f"    {thread.name + ': ' if thread.name else ''}{_locate(thread)}"
+
+
+def _mark(frame: StackFrame, users: StackFrame | None) -> str:
+    return f"  {'>' if frame is users else ' '} {_line(frame)}"
 
 
 def _locate(thread: Thread) -> str:

@@ -15,8 +15,9 @@ from sentinel.runs import Rank
 
 LOADER = ("torch/utils/data/dataloader.py",)
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
-SHOWN = 25
-"""Frames of a thread that are kept."""
+DEEPEST = 100
+"""Frames of a thread that are kept: as many as faulthandler writes. A framework may have forty between the innermost
+function and the user's."""
 THREADS = 64
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*?)\])? \(most recent call first\)")
@@ -103,7 +104,7 @@ def threads(dump: str) -> list[Thread]:
             found.append((ident, head[2] or "", []))
         elif found and (frame := _FRAME.match(line)) is not None:
             number = int(frame[2]) if frame[2].isdigit() else 0
-            if len(found[-1][2]) < SHOWN:
+            if len(found[-1][2]) < DEEPEST:
                 found[-1][2].append(StackFrame(frame[1], number, frame[3]))
     return [Thread(ident, name, tuple(frames)) for ident, name, frames in found[:THREADS]]
 
