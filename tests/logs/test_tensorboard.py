@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import random
 import struct
 from pathlib import Path
 
@@ -88,3 +90,13 @@ def test_a_folder_without_scalars_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "events.out.tfevents.1").write_bytes(record(b""))
     with pytest.raises(LogError, match="no row of numbers in it, read as TensorBoard"):
         logs.read(tmp_path)
+
+
+def test_a_gzipped_file_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    written = b"".join(event(step, "loss", generator.random()) for step in range(100))
+    path = tmp_path / "events.out.tfevents.1.gz"
+    path.write_bytes(gzip.compress(written)[:-500])
+    for named in (path, tmp_path):
+        (recording,) = logs.read(named)
+        assert 50 < len(recording) < 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import subprocess
@@ -159,6 +160,10 @@ def test_a_file_of_wandb_that_was_cut_off_is_read_as_far_as_it_goes(wandb: Path,
     (recording,) = logs.read(tmp_path / "x")
     assert 50 < len(recording) < 900
     assert recording.faults.count == 0
+    packed = gzip.compress(file.read_bytes())
+    (tmp_path / "x.wandb.gz").write_bytes(packed[: len(packed) * 3 // 4])
+    (recording,) = logs.read(tmp_path / "x.wandb.gz")
+    assert 50 < len(recording) < 900
 
 
 @pytest.mark.slow

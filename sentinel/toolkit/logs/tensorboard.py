@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from sentinel.toolkit.logs.protobuf import BYTES, FIXED32, FIXED64, VARINT, decode_signed, doubles, fields, floats
 from sentinel.toolkit.logs.recording import Recording
-from sentinel.toolkit.logs.text import open_log
+from sentinel.toolkit.logs.text import open_log, read_until_cut
 
 NAME = "TensorBoard"
 
@@ -43,7 +43,7 @@ def read(path: Path) -> Recording:
     recording = Recording(path, NAME)
     for file in sorted(path.glob("*tfevents*"), key=_began) if path.is_dir() else [path]:
         rows: dict[int, tuple[float, dict[str, float]]] = {}
-        for step, time, values in _scalars(file, recording):
+        for step, time, values in read_until_cut(file, _scalars(file, recording)):
             rows.setdefault(step, (time, {}))[1].update(values)
         for step, (time, values) in sorted(rows.items()):
             recording.add(step, time, values)
@@ -52,8 +52,8 @@ def read(path: Path) -> Recording:
 
 def _began(path: Path) -> tuple[float, str]:
     """Return the time in the first event of a file, and its name: names need not sort by time."""
-    with path.open("rb") as file:
-        for _, body in _records(file, None):
+    with open_log(path) as file:
+        for _, body in read_until_cut(path, _records(file, None)):
             return next((doubles(value)[0] for key, _, value in fields(body) if key == 1 and isinstance(value, bytes)),
                         0.0), path.name  # fmt: skip
     return 0.0, path.name

@@ -1,4 +1,4 @@
-"""Reads log files as lines and bytes: plain or gzipped, in any encoding."""
+"""Reads log files as lines and bytes: plain or gzipped; bytes that are no UTF-8 are replaced."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from sentinel.errors import LogError
 
@@ -19,6 +20,8 @@ HEAD_LINES = 200_000
 """Lines within which a trainer's own output must begin: launchers and NCCL write much before it."""
 LONGEST_LINE = 1 << 24
 """Most bytes of a line. A few kB of an archive can be a line of gigabytes."""
+
+_Found = TypeVar("_Found")
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -38,6 +41,17 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     except EOFError:
         if not count:
             raise LogError(f"{path}: cannot be read: it is cut off at its start") from None
+    except (OSError, zlib.error) as error:
+        raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_until_cut(path: Path, found: Iterator[_Found]) -> Iterator[_Found]:
+    """Yield what a reader finds in a file; of a gzipped one that was cut off, what stands before the cut. Raises
+    LogError if the file cannot be read."""
+    try:
+        yield from found
+    except EOFError:
+        return
     except (OSError, zlib.error) as error:
         raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

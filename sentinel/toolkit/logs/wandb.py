@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from sentinel.errors import LogError
 from sentinel.toolkit.logs import rows
 from sentinel.toolkit.logs.jsonl import parse_json
 from sentinel.toolkit.logs.protobuf import fields
 from sentinel.toolkit.logs.recording import Recording
-from sentinel.toolkit.logs.text import open_log
+from sentinel.toolkit.logs.text import open_log, read_until_cut
 
 NAME = "W&B"
 
@@ -39,15 +38,12 @@ def recognise(path: Path, head: bytes) -> bool:
 def read(path: Path) -> Recording:
     """Return all rows that were committed. Raises LogError if the file cannot be read."""
     recording = Recording(path, NAME)
-    try:
-        with open_log(path) as file:
-            for count, record in enumerate(_records(file, recording), 1):
-                try:
-                    _take(recording, count, record)
-                except ValueError as error:
-                    recording.faults.add(count, f"record {count} cannot be read: {error}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise LogError(f"{path}: cannot be read: {error}") from None
+    with open_log(path) as file:
+        for count, record in enumerate(read_until_cut(path, _records(file, recording)), 1):
+            try:
+                _take(recording, count, record)
+            except ValueError as error:
+                recording.faults.add(count, f"record {count} cannot be read: {error}")
     return recording
 
 
