@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +92,21 @@ def rules_of(terms: Terms) -> tuple[Rule, ...]:
 
 
 def backtest_logs(found: Sequence[LogFile], terms: Terms, jobs: int) -> Iterator[list[Result]]:
-    """Yield the results of each log, in order. A file in a folder that is no log gives none."""
+    """Yield the results of each log, in order. A file in a folder that is no log gives none. Raises LogError where a
+    process that replays logs was ended."""
     if jobs <= 1 or len(found) == 1:
         rules = rules_of(terms)
         yield from (_results(log, rules, terms) for log in found)
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(found)), spawn, _start, (terms,)) as pool:
-        yield from pool.map(_work, found)
+        try:
+            yield from pool.map(_work, found)
+        except BrokenProcessPool:
+            raise LogError(
+                "a process that replayed logs was ended, as the kernel does where memory runs out; no result of the "
+                f"{len(found)} logs is printed: replay one at a time with --jobs 1, or name fewer logs"
+            ) from None
 
 
 _mine: list[Any] = []
@@ -105,6 +114,7 @@ _mine: list[Any] = []
 
 
 def _start(terms: Terms) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches each worker, too: its parent says so, once
     _mine[:] = [rules_of(terms), terms]
 
 

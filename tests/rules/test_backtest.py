@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -18,6 +25,7 @@ from sentinel.node import paths
 from sentinel.runs.steps import RunStep
 from sentinel.store.writer import Store
 from tests.report.runs import history as kept_run
+from tests.waiting import until
 
 TIMED = "group: mine\nrules:\n  - {alert: Slow, expr: loss > 1, for: 90s}\n"
 
@@ -100,6 +108,55 @@ def test_json_for_scripts(folder: Path) -> None:
 @pytest.mark.slow
 def test_several_processes_find_what_one_does(folder: Path) -> None:
     assert run(folder, "--json", "--jobs", 2).stdout == run(folder, "--json", "--jobs", 1).stdout
+
+
+@pytest.fixture
+def replaying(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A backtest of two logs that are being written, by two processes, each of which waits for its log's next line."""
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    for log in logs:
+        os.mkfifo(log)
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from sentinel.cli import main; main()"
+    )
+    command = [sys.executable, "-c", program, "rules", "backtest", *map(str, logs), "--jobs", "2"]
+    ends: list[int] = []
+
+    def has_reader(log: Path) -> bool:
+        try:
+            ends.append(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:  # ENXIO: none has it open
+            return False
+        return True
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        for log in logs:
+            until(partial(has_reader, log), f"a reader of {log}")
+        yield process
+        process.kill()
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_several_processes_replay_is_one_line(replaying: subprocess.Popen[str]) -> None:
+    os.killpg(replaying.pid, signal.SIGINT)
+    assert replaying.communicate(timeout=60)[1].strip() == "sentinel: interrupted"
+    assert replaying.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_a_process_that_replays_is_one_line_and_no_alert(
+    replaying: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    """The kernel kills it where memory runs out; Ctrl-C reaches it beside its parent, also while it is idle."""
+    for worker in psutil.Process(replaying.pid).children():
+        if "spawn_main" in " ".join(worker.cmdline()):
+            worker.send_signal(number)
+    said = replaying.communicate(timeout=60)[1].strip()
+    assert said.startswith("sentinel: a process that replayed logs was ended")
+    assert ("--jobs 1" in said, "\n" in said, replaying.returncode) == (True, False, 2)
 
 
 @pytest.mark.slow
