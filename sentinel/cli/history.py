@@ -109,7 +109,7 @@ def export(
         except BrokenPipeError:
             os._exit(0)  # `| head` has closed the pipe: nothing can be flushed
         except OSError as error:
-            raise ConfigError(f"{output}: cannot be written ({error.strerror})") from None
+            raise ConfigError(f"{output or 'what it prints'}: cannot be written ({error.strerror})") from None
 
 
 @history.command(short_help="Delete histories that are over the limits.")

@@ -7,6 +7,8 @@ import io
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from array import array
 from pathlib import Path
@@ -151,6 +153,15 @@ def test_a_node_without_histories() -> None:
 def test_missing_runs_steps_and_folders_are_reported(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CliRunner().invoke(cli, ["history", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.usefixtures("run")
+def test_stdout_on_a_full_disk_is_named() -> None:
+    command = [sys.executable, "-m", "sentinel", "history", "export", "train"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "sentinel: what it prints: cannot be written (No space left on device)\n"
 
 
 def test_pruning_can_list_first_what_it_would_delete(run: Path) -> None:
