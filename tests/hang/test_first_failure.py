@@ -55,7 +55,21 @@ def test_error_files_and_the_log_of_one_run() -> None:
 def test_the_victims_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "job.out").write_text((REAL / "raise.log").read_text())
     output = CliRunner().invoke(cli, ["hang", str(tmp_path)]).output
-    assert "ranks 0, 2 failed after that: they waited for another rank" in " ".join(output.split())
+    said = " ".join(output.split())
+    assert "ranks 0, 2 failed after that: they waited for another rank" in said
+    assert "torchrun: rank 1 was the first to fail; it exited with status 1" in said
+
+
+def test_a_rank_whose_log_is_there_and_has_no_exception_is_named(tmp_path: Path) -> None:
+    log = (REAL / "raise.log").read_text()
+    victim = "".join(f"{line}\n" for line in log.splitlines() if line.startswith("[rank0]"))
+    (tmp_path / "rank_0.log").write_text(victim)
+    for quiet, said in ((None, "only waited for another rank, of which nothing is here"),
+                        ("step 3\n", "only waited for another rank; rank 1 left no exception")):  # fmt: skip
+        if quiet is not None:
+            (tmp_path / "rank_1.log").write_text(quiet)
+        found = verdict(remains([tmp_path]))
+        assert found.missing[0] == f"who failed first: rank 0 {said}"
 
 
 def test_the_number_of_a_slurm_job_is_no_rank(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _explain(failed: list[Failed], log: JobLog) -> Finding:
     sure = _confidence(first, others, alike, log)
     facts = [str(first)]
     if first.exit is not None and first.exit.rank is not None:
-        says = "the first to fail" if first.said_first else "failed"
+        says = "was the first to fail" if first.said_first else "failed"
         facts.append(f"{first.exit.launcher}: rank {first.exit.rank} {says}; it {first.exit}")
     ranks = sorted({one.rank for one in (first, *alike) if one.rank is not None})
     if len(ranks) > 1:
@@ -213,9 +213,9 @@ def _not_known(log: JobLog) -> Finding:
         return Finding(cause, "low", remedy, ("why: no exception of theirs is here", _FLIGHTS), tuple(facts))
     missing = [_FLIGHTS]
     if waited:
-        missing.insert(
-            0, f"who failed first: {name_ranks(waited)} only waited for another rank, of which nothing is here"
-        )
+        quiet = sorted(log.ranks.difference(waited))
+        others = f"; {name_ranks(quiet)} left no exception" if quiet else ", of which nothing is here"
+        missing.insert(0, f"who failed first: {name_ranks(waited)} only waited for another rank{others}")
     elif exits:
         said = ", ".join(f"rank {rank} {one}" for rank, one in list(exits.items())[:_SHOWN])
         missing.insert(0, f"why: no exception is here, only exits ({said})")
