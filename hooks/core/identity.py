@@ -10,9 +10,7 @@ The store is read without waiting, on the sender's thread: no collective, nothin
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
-import re
 import secrets
 import socket
 import sys
@@ -25,12 +23,10 @@ import msgspec
 
 from sentinel import wire
 from sentinel.node import paths
+from sentinel.node.run_ids import LIMIT, shorten_id, spell_id
 
 STORE_SECONDS = 30.0
 """How long the other ranks wait for rank 0's id, and all ranks for a process group."""
-_ID_LIMIT = 40
-_CHECKSUM = 8
-"""Hexadecimal digits of the checksum in the id of a long name."""
 _FRESH = 4
 """Random bytes in a fresh id: enough that two runs of one name on one node do not get the same."""
 
@@ -46,7 +42,7 @@ class RunIdentity:
         self._ordinal = ordinal
         self._deadline = time.monotonic() + STORE_SECONDS
         self._run_id = _from_environment(environment, self.name, ordinal)
-        self._fresh = plain(self.name, _ID_LIMIT - 2 * _FRESH - 1) + "-" + secrets.token_hex(_FRESH)
+        self._fresh = spell_id(self.name, LIMIT - 2 * _FRESH - 1) + "-" + secrets.token_hex(_FRESH)
 
     def again(self) -> RunIdentity:
         """Return the identity of the same run for another `attach` to it."""
@@ -170,19 +166,6 @@ def attempt(environment: Mapping[str, str]) -> int:
     return first + _number(environment, "TORCHELASTIC_RESTART_COUNT")
 
 
-def plain(text: str, limit: int = _ID_LIMIT) -> str:
-    """Return `text` with only the characters that an id may have: letters, digits, `-`, `_`."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:limit] or "run"
-
-
-def distinct(text: str, limit: int = _ID_LIMIT) -> str:
-    """Return the same; where `text` is longer or not ASCII, with a part of its checksum: other texts give other ids."""
-    if text.isascii() and len(text) <= limit:
-        return plain(text, limit)
-    checksum = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:_CHECKSUM]
-    return f"{plain(text, limit - _CHECKSUM - 1)}-{checksum}"
-
-
 def printable(text: str) -> str:
     """Return `text` without what UTF-8 cannot encode: names of files and variables may contain any bytes."""
     return text.encode(errors="replace").decode()
@@ -191,12 +174,12 @@ def printable(text: str) -> str:
 def _from_environment(environment: Mapping[str, str], name: str, ordinal: int) -> str | None:
     suffix = f"-{ordinal + 1}" if ordinal else ""
     if named := environment.get("SENTINEL_RUN_ID"):
-        return distinct(named, _ID_LIMIT - len(suffix)) + suffix
+        return shorten_id(named, LIMIT - len(suffix)) + suffix
     if job := environment.get("SLURM_JOB_ID"):
-        return distinct(f"slurm-{_slurm_job(environment, job)}{suffix}-{name}")
+        return shorten_id(f"slurm-{_slurm_job(environment, job)}{suffix}-{name}")
     elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
     if elastic != "none":
-        return distinct(f"{elastic}{suffix}-{name}")
+        return shorten_id(f"{elastic}{suffix}-{name}")
     return None
 
 

@@ -17,11 +17,14 @@ import sentinel
 from sentinel.cli.finite import Finite
 from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, plain
+from sentinel.node.run_ids import spell_id
 from sentinel.supervise.job_nodes import find_job_nodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS
 
 _BLIND = frozenset({"-I", "-E", "-S"})
 """Options with which Python ignores PYTHONPATH, or imports no sitecustomize."""
+_NAMED = 30
+"""Most characters of the name in a run's id."""
 _ONE_NODE = ("1", "1:1")
 """Numbers of nodes, as torchrun takes them, of a job on one node."""
 
@@ -121,7 +124,7 @@ def environment(given: Mapping[str, str], command: Sequence[str], name: str | No
         made["SENTINEL_RUN"] = name
     if not given.get("SENTINEL_RUN_ID") and _alone(given, command):
         made["SENTINEL_RUN_ID"] = (
-            f"{_plain(name or given.get('SENTINEL_RUN') or _script(command))}-{secrets.token_hex(4)}"
+            f"{spell_id(name or given.get('SENTINEL_RUN') or _script(command), _NAMED)}-{secrets.token_hex(4)}"
         )
     return made
 
@@ -167,8 +170,3 @@ def _script(command: Sequence[str]) -> str:
     scripts = (Path(word).stem for word in command if word.endswith(".py"))
     modules = (module for option, module in itertools.pairwise(command) if option == "-m")
     return next(scripts, None) or next(modules, None) or Path(command[0]).name
-
-
-def _plain(text: str) -> str:
-    """Return a text with only the characters that a run's id may have, cut where it is too long."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-")[:30] or "run"

@@ -19,6 +19,7 @@ import msgspec
 
 from sentinel import wire
 from sentinel.errors import EXIT_BY_RULE, EXIT_LEFT_OUT, EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.node.run_ids import shorten_id
 from sentinel.supervise.job import Job, count_launched_nodes
 from sentinel.supervise.job_nodes import JobNodes
 from sentinel.supervise.policy import PAUSE_SECONDS, RESTARTS, Again, Over, Policy
@@ -86,7 +87,7 @@ class Supervisor:
         """The order by which all nodes began the present start, or will begin the next one."""
         self._policy = Policy(restarts, pause)
         self._telling = Telling(as_json=as_json)
-        run_id = environment.get("SENTINEL_RUN_ID") or None
+        run_id = shorten_id(named) if (named := environment.get("SENTINEL_RUN_ID")) else None
         self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
         self._status: int | None = None
         """Exit status of the present start of the command; None: it runs, or it was ended."""

@@ -101,7 +101,8 @@ class Words:
 
     def _has_place(self) -> bool:
         """Whether the run has a directory for its daemon: `attach` creates it."""
-        return self._run_id is not None and paths.run_directory(self._run_id).exists()
+        # Not `Path.exists`, which raises where another user has made the directory first, and closed it.
+        return self._run_id is not None and os.path.exists(paths.run_directory(self._run_id))
 
     def close(self) -> None:
         """Close all connections."""

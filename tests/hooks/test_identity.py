@@ -11,7 +11,8 @@ from torch.distributed import HashStore
 
 from sentinel import wire
 from sentinel.hooks.core import identity
-from sentinel.hooks.core.identity import RunIdentity, attempt, plain, script_name
+from sentinel.hooks.core.identity import RunIdentity, attempt, script_name
+from sentinel.node.run_ids import spell_id
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 SLURM = ("JOB_ID", "RESTART_COUNT", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "STEP_ID", "PROCID", "NTASKS")
@@ -153,6 +154,6 @@ def test_the_name_of_a_run(path: str, name: str, monkeypatch: pytest.MonkeyPatch
     assert RunIdentity(None, 0).name == "nightly"
 
 
-def test_plain() -> None:
-    assert plain("Größe/1 §") == "Gr-e-1"
-    assert plain("///") == "run"
+def test_an_id_has_only_characters_that_names_of_files_may_have() -> None:
+    assert spell_id("Größe/1 §") == "Gr-e-1"
+    assert spell_id("///") == "run"

@@ -17,6 +17,8 @@ import pytest
 
 from sentinel import wire
 from sentinel.errors import EXIT_BY_RULE, EXIT_STOPPED, EXIT_UNFINISHED
+from sentinel.node import paths
+from sentinel.node.run_ids import shorten_id
 from tests.supervise.test_supervised import RUN, supervise_messages
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -78,16 +80,25 @@ def answer(connection: socket.socket, reports: list[Report], place: Path, heard:
                 connection.sendall(wire.frame(report.ended))
 
 
-def supervise(place: Path, statuses: list[int], reports: list[Report], *options: str, hangs: bool = False) -> Ended:
-    """Run a command that ends with these statuses, one for each start, and return how it went."""
+def supervise(
+    place: Path,
+    statuses: list[int],
+    reports: list[Report],
+    *options: str,
+    hangs: bool = False,
+    address: Path | None = None,
+    **given: str,
+) -> Ended:
+    """Run a command that ends with these statuses, one for each start, and return how it went. `address`: where the
+    daemon serves, unless the environment has it; `given`: more of the environment."""
+    given = {"SENTINEL_ADDRESS": f"unix:{place / 'daemon'}"} if address is None else given
     (place / "starts").touch()
     (place / "statuses").write_text("".join(f"{status}\n" for status in statuses))
     heard: list[wire.Supervise] = []
     command = [*RUN, "--json", *options, "--", "sh", "-c", SCRIPT, "sh", "hangs" if hangs else "ends"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as daemon:
-        daemon.bind(str(place / "daemon"))
+        daemon.bind(str(address or place / "daemon"))
         daemon.listen()
-        given = {"SENTINEL_ADDRESS": f"unix:{place / 'daemon'}"}
         pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=place, env={**os.environ, **given}, **pipes)
         connection = daemon.accept()[0]
@@ -116,6 +127,15 @@ def test_the_next_start_knows_before_which_step_saves_are_good(tmp_path: Path) -
         "it starts again in 0.1 s (restart 1 of 3), from what it saved before step 40",
         "the run is complete, after 1 restart(s)",
     ]
+
+
+@pytest.mark.parametrize("named", ["gpt/v1.2", "gpt-" + 60 * "1"], ids=["with other characters", "long"])
+def test_a_run_is_started_again_whatever_its_id_is_made_from(tmp_path: Path, private_places: Path, named: str) -> None:
+    """The run's daemon serves where `attach` has put it."""
+    place = paths.private_directory(paths.run_directory(shorten_id(named)))
+    reports = [Report(stand(50)), Report(stand(90))]
+    ended = supervise(tmp_path, [1, 0], reports, address=place / paths.SOCKET, SENTINEL_RUN_ID=named)
+    assert (ended.status, ended.starts) == (0, [",", "1,"])
 
 
 def test_the_same_fault_at_the_same_step_is_not_met_a_third_time(tmp_path: Path) -> None:

@@ -242,6 +242,13 @@ def test_the_last_json_line_says_how_a_command_ended() -> None:
     }  # fmt: skip
 
 
+def test_a_place_of_daemons_that_cannot_be_looked_at_leaves_the_command_alone(tmp_path: Path) -> None:
+    """As one that another user has made and closed, which root would see."""
+    environment = {**os.environ, "SENTINEL_RUNTIME": str(tmp_path / ("d" * 300))}
+    done = subprocess.run([*RUN, "--", "sh", "-c", "exit 3"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 @pytest.mark.parametrize("whole", [1, 2, 3])
 def test_the_start_says_that_of_fewer_than_three_nodes_none_can_be_left_out(whole: int) -> None:
     place = {"SENTINEL_NODES": str(whole), "SENTINEL_NODE_RANK": "0"}
