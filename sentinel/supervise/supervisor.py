@@ -91,6 +91,8 @@ class Supervisor:
         self._words = Words(self._environment[MARK], run_id, always=always, print_notice=self._telling.pass_on)
         self._status: int | None = None
         """Exit status of the present start of the command; None: it runs, or it was ended."""
+        self._launched = 0
+        """How often the command was started."""
         self._attempt = int(given) if (given := environment.get(ATTEMPT, "")).isdecimal() else 0
         self._ended_by: int | None = None
         """The signal from outside that requested the end, if one came."""
@@ -99,15 +101,16 @@ class Supervisor:
     def run(self) -> int:
         """Run the command to its end. Returns the exit status; negative: the signal that ended the command.
 
-        Raises OSError where the command cannot be started.
+        Raises OSError where the command cannot be started at all.
         """
         own = {number for number in _PASSED if signal.getsignal(number) is not signal.SIG_IGN}
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would leave no exit status to wait for
         former = signal.pthread_sigmask(signal.SIG_BLOCK, own | {signal.SIGCHLD})
         began = time.monotonic()
         try:
             status = self._starts(own | {signal.SIGCHLD}, former)
             self._say_closing(status, time.monotonic() - began)
-            self._telling.end(status, 1 + self._policy.made)
+            self._telling.end(status, self._launched)
             while signal.sigtimedwait(own, 0) is not None:  # too late for the command, whose status this one must have
                 pass
             return status
@@ -119,7 +122,13 @@ class Supervisor:
         while True:
             self._status = None
             self._report(None)
-            job = self._start_job(mask)
+            try:
+                job = self._start_job(mask)
+            except OSError as error:
+                if self._policy.made == 0:
+                    raise
+                return self._leave(EXIT_UNFINISHED, f"{self._command[0]}: {error.strerror}")
+            self._launched += 1
             self._status = status = self._follow_job(job, awaited)
             if status is None:
                 standing = self._words.standing

@@ -249,6 +249,38 @@ def test_a_place_of_daemons_that_cannot_be_looked_at_leaves_the_command_alone(tm
     assert (done.returncode, done.stderr) == (3, "")
 
 
+def test_a_command_that_cannot_be_started_again_may_go_on_elsewhere(tmp_path: Path, private_places: Path) -> None:
+    command = tmp_path / "train"
+    command.write_text('#!/bin/sh\nrm "$0"\nexit 3\n')
+    command.chmod(0o755)
+    paths.private_directory(paths.run_directory("gpt-1"))  # the command came so far that it attached
+    environment = {**os.environ, "SENTINEL_RUN_ID": "gpt-1"}
+    words = [*RUN, "--json", "--restarts", "3", "--", str(command)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    lines = {line["sentinel"]: line for line in map(json.loads, done.stderr.splitlines())}
+    assert lines["stopped"]["text"] == f"not started again: {command}: No such file or directory (exit code 85)"
+    assert (done.returncode, lines["end"]["status"], lines["end"]["starts"]) == (EXIT_UNFINISHED, EXIT_UNFINISHED, 1)
+
+
+def test_a_job_that_is_ended_in_the_pause_before_a_restart_was_started_once(private_places: Path) -> None:
+    paths.private_directory(paths.run_directory("gpt-1"))
+    environment = {**os.environ, "SENTINEL_RUN_ID": "gpt-1"}
+    words = [*RUN, "--pause", "300", "--json", "--restarts", "3", "--", "sh", "-c", "exit 3"]
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = map(json.loads, process.stderr)
+        next(line for line in lines if line["sentinel"] == "restart")
+        process.terminate()
+        (end,) = (line for line in lines if line["sentinel"] == "end")
+    assert (end["signal"], end["starts"]) == ("SIGTERM", 1)
+
+
+def test_a_command_has_its_exit_status_where_a_parent_ignores_the_end_of_children() -> None:
+    words = [*RUN, "--", "sh", "-c", "exit 3"]
+    ignore = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({words[0]!r}, {words!r})"
+    assert subprocess.run([sys.executable, "-c", ignore], timeout=LIMIT_SECONDS).returncode == 3
+
+
 @pytest.mark.parametrize("whole", [1, 2, 3])
 def test_the_start_says_that_of_fewer_than_three_nodes_none_can_be_left_out(whole: int) -> None:
     place = {"SENTINEL_NODES": str(whole), "SENTINEL_NODE_RANK": "0"}
