@@ -72,6 +72,40 @@ def test_a_rank_whose_log_is_there_and_has_no_exception_is_named(tmp_path: Path)
         assert found.missing[0] == f"who failed first: rank 0 {said}"
 
 
+def attempts(*errors: str) -> list[str]:
+    """Return what torchrun wrote about its attempts, the last with the footer: rank 1 raised each of the errors."""
+    whole = (REAL / "raise.log").read_text()
+    end = whole.index("Traceback", whole.index("failed (exitcode"))  # torchrun's own
+    return [*(whole[:end].replace("bad shard 7", error) for error in errors[:-1]),
+            whole.replace("bad shard 7", errors[-1])]  # fmt: skip
+
+
+def test_of_a_job_that_torchrun_started_again_the_last_attempt_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_text("".join(attempts("no route", "bad link", "bad shard 7")))
+    found = verdict(remains([tmp_path]))
+    assert "rank 1: it raised ValueError: bad shard 7, at " in found.cause
+    assert "no route" not in str(found)
+    before = "an earlier attempt, before torchrun started the ranks again: rank 1: it raised ValueError: bad link, at "
+    assert any(fact.startswith(before) for fact in found.evidence)
+
+
+def test_the_logs_of_two_jobs_in_one_file_are_no_attempts(tmp_path: Path) -> None:
+    """In containers the torchrun of each node may have the same number."""
+    (tmp_path / "job.out").write_text(attempts("no route")[-1] + attempts("bad shard 7")[-1])
+    assert "ValueError: no route" in verdict(remains([tmp_path])).cause
+
+
+def test_of_torchruns_folders_the_last_attempt_is_read_and_the_others_are_named(tmp_path: Path) -> None:
+    for number, error in enumerate(("no route", "bad shard 7")):
+        folder = tmp_path / "logs" / f"attempt_{number}" / "1"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"Traceback (most recent call last):\n  f()\nValueError: {error}\n")
+    found = remains([tmp_path / "logs"])
+    assert verdict(found).cause == "the first to fail was rank 1: it raised ValueError: bad shard 7"
+    assert found.unread == [f"{tmp_path}/logs/attempt_0: an earlier attempt; to judge it, name this folder alone"]
+    assert "no route" in verdict(remains([tmp_path / "logs" / "attempt_0"])).cause
+
+
 def test_the_number_of_a_slurm_job_is_no_rank(tmp_path: Path) -> None:
     (tmp_path / "slurm-4711.out").write_text((REAL / "raise.log").read_text())
     assert remains([tmp_path]).ranks == [0, 1, 2]

@@ -32,6 +32,7 @@ _DATE = re.compile(
     r"(?:[T_.-]?\d\d[:._-]?\d\d(?:[:._-]?\d\d)?)?(?!\d)"
 )
 """A date in a file's name, maybe with a time."""
+_ATTEMPT = re.compile(r"^attempt_(\d{1,6})$")
 _FOLDER = re.compile(r"^(?:rank[_-]?)?(\d{1,6})$")
 
 
@@ -60,7 +61,7 @@ class Remains(msgspec.Struct):
 def remains(paths: Iterable[Path]) -> Remains:
     """Read files and folders. Raises ConfigError if there is none, or nothing in them is about a rank."""
     found = Remains()
-    for path in _files(paths):
+    for path in _choose_last_attempts(found, list(_files(paths))):
         try:
             _take(found, path)
         except (ConfigError, ValueError) as error:
@@ -89,6 +90,24 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
         for file in sorted(each):
             if file.is_file() and not (file.is_symlink() and path.is_dir()):
                 yield file
+
+
+def _choose_last_attempts(found: Remains, files: list[Path]) -> list[Path]:
+    """Return the files that are not of an earlier attempt of torchrun; the folders of these are noted as not read."""
+    attempts = {file: next(filter(None, map(_find_attempt, file.parents)), None) for file in files}
+    last: dict[Path, int] = {}
+    for folder, number in filter(None, attempts.values()):
+        last[folder] = max(number, last.get(folder, 0))
+    earlier = {file: one for file, one in attempts.items() if one is not None and one[1] < last[one[0]]}
+    for folder, number in sorted(set(earlier.values())):
+        found.unread.append(f"{folder}/attempt_{number}: an earlier attempt; to judge it, name this folder alone")
+    return [file for file in files if file not in earlier]
+
+
+def _find_attempt(folder: Path) -> tuple[Path, int] | None:
+    """Return the folder of a job of torchrun, and the number of the attempt, if `folder` is one of an attempt."""
+    found = _ATTEMPT.match(folder.name)
+    return (folder.parent, int(found[1])) if found is not None else None
 
 
 def _take(found: Remains, path: Path) -> None:

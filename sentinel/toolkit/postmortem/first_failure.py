@@ -128,6 +128,10 @@ def _explain(failed: list[Failed], log: JobLog) -> Finding:
     if len(ranks) > 1:
         facts.append(f"{name_ranks(ranks)} failed alike: what they have in common is the cause, and not one of them")
     facts += [str(one) for one in others if one not in alike][: _SHOWN - len(facts)]
+    before = [(key, failure) for key, failure in log.earlier if not failure.secondary]
+    for key, failure in before[-1:]:
+        who = f"rank {key}" if isinstance(key, int) else "a process whose rank is not said"
+        facts.append(f"an earlier attempt, before torchrun started the ranks again: {who}: {failure}")
     victims = sorted(rank for rank in log.said if rank not in ranks and _only_secondary(log, rank))
     if victims:
         facts.append(f"{name_ranks(victims)} failed after that: they waited for another rank")

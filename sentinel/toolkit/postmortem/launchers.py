@@ -18,6 +18,8 @@ _ENTRY = re.compile(r"^\[\d+\]:\s*$")
 _FIELD = re.compile(r"^ {0,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)$")
 _WORDS = re.compile(r"^ {2}([A-Za-z_][\w.]*(?:: .*)?)$")
 _AGENT = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: \d+ \(pid: \d+\)")
+_AGENT_PID = re.compile(r"^E\d{4} [\d:.]{8,20} (\d{1,9}) ")
+"""The beginning of that line, with torchrun's own process: the second one of a process is of its second attempt."""
 _TASKS = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
 _SPAWNED = re.compile(r"ProcessExitedException: process (\d+) terminated with (?:signal (\w+)|exit code (\d{1,9}))")
 _CHILD = re.compile(r"^Child process with PID \d+ terminated with code (-?\d{1,9})\. Forcefully")
@@ -79,15 +81,20 @@ class Launchers:
         """Whether the scheduler says that the kernel ended processes because memory ran out."""
         self.elastic = False
         """Whether torchrun has written into the log: then tasks of srun are nodes, not ranks."""
+        self.last_attempt = 0
+        """Number of the line from which on the log is of torchrun's last attempt, as far as it is known."""
+        self._agents: dict[tuple[str, str], int] = {}
         self._entry: Exit | None = None
         self._inside = self._root = False
 
-    def feed(self, text: str, rank: int | None, order: int) -> bool:
-        """Take a line; return whether it was a launcher's, and not a rank's own."""
+    def feed(self, text: str, rank: int | None, order: int, source: str = "") -> bool:
+        """Take a line; return whether it was a launcher's, and not a rank's own. `source`: the pod or the container
+        that wrote it."""
         if self._footer(text, order):
             return True
         if (agent := _AGENT.search(text)) is not None:
             self.elastic = True
+            self._begin_attempt(text, source, order)
             self._add(Exit(rank=None, status=int(agent[1]), first=True, order=order))
             return True
         if (tasks := _TASKS.match(text)) is not None:
@@ -107,6 +114,15 @@ class Launchers:
         else:
             return False
         return True
+
+    def _begin_attempt(self, text: str, source: str, order: int) -> None:
+        """Take the end of an attempt: what follows the one before, of the same torchrun, is of a later attempt."""
+        if (agent := _AGENT_PID.match(text)) is not None:
+            before = self._agents.get((source, agent[1]), -1)
+            self._agents[source, agent[1]] = order
+            if before >= self.last_attempt:
+                self.last_attempt = before + 1
+                self.exits = [one for one in self.exits if one.order > before]
 
     def _add(self, one: Exit) -> None:
         if len(self.exits) < _MOST_TASKS:
@@ -130,6 +146,7 @@ class Launchers:
         if text.startswith(("Root Cause (first observed failure):", "Failures:")) and len(text) < 60:
             self._inside, self._root, self.elastic = True, text.startswith("Root"), True
             self._entry = None
+            self._agents.clear()  # it has ended: a process of the same number is another node's
             return True
         if not self._inside:
             return False

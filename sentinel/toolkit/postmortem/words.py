@@ -145,6 +145,8 @@ class JobLog(msgspec.Struct):
     """Ranks with any line."""
     job: str = ""
     out_of_memory: bool = False
+    earlier: list[tuple[int | str, Failure]] = []
+    """Pairs (rank or process, failure) of attempts before torchrun's last one."""
 
     def add(self, other: JobLog, start: int) -> None:
         """Add what another file says, whose lines come after `start`."""
@@ -152,6 +154,7 @@ class JobLog(msgspec.Struct):
             known = self.said.setdefault(rank, Said())
             known.flight = known.flight or each.flight
             known.failures += [_later(failure, start) for failure in each.failures]
+        self.earlier += other.earlier
         self.unplaced += [(source, _later(failure, start)) for source, failure in other.unplaced]
         for one in other.exits:
             one.order += start
@@ -172,27 +175,29 @@ def read_log(lines: Iterable[str], rank: int | None = None) -> JobLog:
     """Read a log. `rank`: the rank in the file's name, for lines that name none; None: there is none."""
     split = [split_prefix(line.rstrip("\n")) for line in lines]
     launchers, log = Launchers(), JobLog()
-    own = [not launchers.feed(line.text, line.rank, order) for order, line in enumerate(split)]
+    own = [not launchers.feed(line.text, line.rank, order, line.source) for order, line in enumerate(split)]
     whose = _Whose(split, rank, elastic=launchers.elastic)
     readers: dict[int | str, _Traceback] = {}
+    last = launchers.last_attempt
     for order, (line, kept) in enumerate(zip(split, own, strict=True)):
         key: int | str = whose.find(line)
         if not kept:
             for failure in readers.pop(key, _Traceback(alone=False)).finish():
-                _keep(log, key, failure)
+                _keep(log, key, failure, last)
             continue
         if isinstance(key, int):
             log.ranks.add(key)
-        _add_named(log, line.text, key)
+        if order >= last:
+            _add_named(log, line.text, key)
         for failure in readers.setdefault(key, _Traceback(alone=isinstance(key, int))).feed(line.text, order):
-            _keep(log, key, failure)
-        if isinstance(key, int):
+            _keep(log, key, failure, last)
+        if isinstance(key, int) and order >= last:
             _watchdog(log, line.text, key)
             if _OTHERS_FAULT.search(line.text):
                 log.noticed.add(key)
     for key, reader in readers.items():
         for failure in reader.finish():
-            _keep(log, key, failure)
+            _keep(log, key, failure, last)
     log.exits, log.job, log.out_of_memory = launchers.exits, launchers.job, launchers.out_of_memory
     if launchers.elastic:  # a task of srun is a node
         log.exits = [one for one in log.exits if one.launcher != "srun"]
@@ -224,13 +229,16 @@ class _Whose:
         return line.source or (self._rank if self._rank is not None else "")
 
 
-def _keep(log: JobLog, key: int | str, failure: Failure) -> None:
+def _keep(log: JobLog, key: int | str, failure: Failure, last: int) -> None:
+    """Add a failure. `last`: the line at which the last attempt begins."""
     if re.split(r"[:\s]", failure.error, maxsplit=1)[0].rpartition(".")[2] in _LAUNCHERS_OWN:
         return
     spawned = re.match(r"process (\d{1,6})$", failure.thread)
     if spawned is not None:
         key, failure = int(spawned[1]), msgspec.structs.replace(failure, thread="")
-    if isinstance(key, int):
+    if failure.order < last:
+        log.earlier.append((key, failure))
+    elif isinstance(key, int):
         log.said.setdefault(key, Said()).failures.append(failure)
     else:
         log.unplaced.append((key, failure))
