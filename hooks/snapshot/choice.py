@@ -150,17 +150,15 @@ def decide(views: Sequence[View], *, before: int | None, passed: Mapping[int, st
 def follow_line(seen: Mapping[int, Seen]) -> tuple[int, ...]:
     """Return the steps of the line that was written to last, the youngest first.
 
-    A snapshot without a known parent, or whose parent was deleted, follows the next older one. A part follows
-    the next older one of its lineage, if there is one: the parent that it names is what its own node wrote before it,
-    and another node may have written one in between.
+    A snapshot without a known parent, or whose parent was deleted, follows the next older one. So does a part, whatever
+    its node wrote before it: another may have written one in between, and clocks of nodes differ. Void parts, which
+    could not be set aside, are on the line too, but never whole: a node sets its own aside before it writes again.
     """
     falling = sorted(seen, reverse=True)
     parents: dict[int, int | None] = {}
     for step, one in seen.items():
-        older = [other for other in falling if other < step]
-        same = [other for other in older if one.lineage and seen[other].lineage == one.lineage]
-        known = [other for other in older if one.parent is None or other <= one.parent]
-        parents[step] = next(iter(same or known), None)
+        newest = step - 1 if one.part or one.parent is None else min(one.parent, step - 1)
+        parents[step] = next((other for other in falling if other <= newest), None)
     tips = set(seen) - set(parents.values())
     following: int | None = max(tips, key=lambda tip: (seen[tip].time, tip))
     line = []

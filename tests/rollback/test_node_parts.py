@@ -117,6 +117,16 @@ def test_a_step_that_one_node_left_out_and_another_wrote_late_hides_no_later_one
     assert resume(ranks, disks) == [11, 11]
 
 
+def test_a_step_before_a_rollback_that_one_node_left_out_hides_no_later_one_where_clocks_differ(
+    disks: list[Path],
+    ranks: Ranks,  # noqa: F811
+) -> None:
+    shutil.rmtree(part(disks[1], 1, 5))
+    rewrite(part(disks[0], 0, 10), lineage="one start.1")
+    rewrite(part(disks[1], 1, 10), lineage="one start.1", parent=-1, time=1.0)
+    assert resume(ranks, disks) == [11, 11]
+
+
 @pytest.mark.slow
 def test_parts_on_another_host_are_named_and_no_older_ones_taken(
     disks: list[Path],
