@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,7 +45,11 @@ def doctor(ctx: click.Context, /, steps: int, timeout: float, as_json: bool, com
     """
     found = check_environment()
     if command:
-        seen = examine_command(command, steps=steps, seconds=timeout)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as at Ctrl-C, the script is ended
+        try:
+            seen = examine_command(command, steps=steps, seconds=timeout)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         found += judge_ranks(seen)
     found = sort_findings(found)
     if as_json:

@@ -63,6 +63,19 @@ def test_a_script_that_never_steps_and_hangs_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_doctor_that_is_asked_to_end_ends_its_script(tmp_path: Path) -> None:
+    script, noted = tmp_path / "train.py", tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(noted)!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "sentinel", "doctor", "--", sys.executable, str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: noted.exists() and noted.read_text().endswith("."), "the script")
+        process.terminate()
+        assert process.communicate()[1].strip() == "sentinel: interrupted"
+    assert not psutil.pid_exists(int(noted.read_text()[:-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_ranks_in_sessions_of_their_own_are_ended_when_the_time_is_over(tmp_path: Path) -> None:
     """torchrun starts each rank in a session, which the end of its process group does not reach."""
     start = f"setsid sleep 1000 & echo $! > {tmp_path / 'rank'}; wait"
