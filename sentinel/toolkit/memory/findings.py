@@ -126,7 +126,7 @@ def _failures(snapshot: AllocatorSnapshot) -> list[Advice]:
             "fragmentation, not size: PYTORCH_ALLOC_CONF=expandable_segments:True (PYTORCH_CUDA_ALLOC_CONF before "
             "torch 2.10)"
             if torn
-            else "it is too much, not torn: see `sentinel plan` for what fits, and the largest stacks below"
+            else "it is too much, not torn: see `sentinel plan` for what fits, and the largest holders"
         )
         found.append(Advice("warning", what, do))
     return found
