@@ -129,7 +129,8 @@ class DiskWriter:
         if spans_nodes():
             self._leads = leads_node()
             self._place = node_parts.place_of(self._directory, place()[0])
-        self._rewinds = 0
+        self._rewinds: list[int] = []
+        """The seq of the snapshot of each rollback."""
         self._common = CommonSnapshots(first_step - 1)
         self._void_after = self._take_unfinished(first_step - 1)
         """The step whose younger snapshots are still to be set aside, as that failed when the run went back, or was
@@ -258,7 +259,7 @@ class DiskWriter:
         manifest = snapshots.Manifest(
             run=message.run, run_id=message.run_id, attempt=message.attempt, seq=message.seq, step=message.step,
             world_size=world, time=time.time(), torch=str(torch.__version__), files=files, parent=self._parent,
-            ranks=message.ranks, node=find_node(place()[0]), lineage=f"{_line}.{self._rewinds}",
+            ranks=message.ranks, node=find_node(place()[0]), lineage=self._find_lineage(message.seq),
         )  # fmt: skip
         with self._void:  # a rollback must find it, or keep it from being named
             if not wanted():
@@ -275,6 +276,14 @@ class DiskWriter:
             self._common.note(own, message.on_all, message.floor)
             self._common.note(own, seen, seen[self._keep - 1] if len(seen) >= self._keep else -1)
         snapshots.retain(self._place, self._keep, self._common.list_superfluous)
+
+    def _find_lineage(self, seq: int) -> str:
+        """Return the lineage of the snapshot of `seq`, by the rollbacks before it was taken.
+
+        Those after it do not count: one node may write it before, and another after them.
+        """
+        before = next((count for count, to in reversed([*enumerate(self._rewinds, 1)]) if seq > to), 0)
+        return f"{_line}.{before}"
 
     def _list_kept(self) -> tuple[int, ...]:
         """List the steps of which this node has a part."""
@@ -296,7 +305,7 @@ class DiskWriter:
         with say_if_late(doing, speaks=self._leads), self._void:
             if self._writing is not None and self._writing.seq > to:
                 self._writing = None
-            self._rewinds += 1
+            self._rewinds.append(to)
             if self._leads:
                 step = to + self._offset
                 # What an earlier one undid stays void, even if this one goes less far back: nothing was written since.

@@ -127,6 +127,28 @@ def test_a_step_before_a_rollback_that_one_node_left_out_hides_no_later_one_wher
     assert resume(ranks, disks) == [11, 11]
 
 
+def test_a_snapshot_that_nodes_write_before_and_after_a_rollback_to_it_is_one(
+    tmp_path: Path,
+    ranks: Ranks,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk_writer, "_line", "one start")
+    places = [tmp_path / "disk 0", tmp_path / "disk 1"]
+    for rank, place in enumerate(places):
+        writer = Writer(place, rank, 2, monkeypatch)
+        writer.write(5)
+        while writer.training.seq < 12:
+            writer.training.step(DATA[0])
+        if rank == 0:
+            writer.write(10)
+        assert writer.restorer.disk is not None
+        writer.restorer.disk.rewound(10)
+        if rank == 1:
+            writer.write(10)
+        writer.close()
+    assert resume(ranks, places) == [11, 11]
+
+
 @pytest.mark.slow
 def test_parts_on_another_host_are_named_and_no_older_ones_taken(
     disks: list[Path],
