@@ -151,8 +151,8 @@ def _starting(command: str) -> Iterator[None]:
 
 
 def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:
-    """Whether all ranks are started here. If not, they share the scheduler's id, or torchrun's."""
-    return "SLURM_JOB_ID" not in given and _find_nodes(given, command) in _ONE_NODE
+    """Whether all ranks are started here. If not, they share the scheduler's id, torchrun's, or rank 0's."""
+    return "SLURM_JOB_ID" not in given and "RANK" not in given and _find_nodes(given, command) in _ONE_NODE
 
 
 def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:

@@ -179,6 +179,7 @@ def test_what_the_command_inherits() -> None:
         ({}, ["torchrun", "--nnodes=2", "train.py"]),
         ({}, ["torchrun", "--nnodes", "1:4", "train.py"]),
         ({"PET_NNODES": "4"}, ["torchrun", "--rdzv-id=train", "train.py"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["python", "train.py"]),
     ],
 )
 def test_no_id_is_made_for_ranks_that_others_also_start(given: dict[str, str], command: list[str]) -> None:
