@@ -59,10 +59,11 @@ def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
         signal = SIGNALS.get(name)
         values = [sample[name] for sample in samples if name in sample]
         if signal is not None and signal.combine == "norm":
-            shards = [sample[part] for sample in samples if (part := _SHARDS.get(name, "")) in sample]
-            if shards and len(values) < len(samples):
-                continue  # not every rank sampled this step, and a norm without a rank's shards is too small
-            run[name] = _norm(values, shards)
+            part = _SHARDS.get(name, "")
+            if not any(part in sample for sample in samples):
+                run[name] = values[0]
+            elif len(values) == len(samples):  # else a rank did not sample this step: without its shards, too small
+                run[name] = _norm(values, [sample.get(part, 0.0) for sample in samples])
         else:
             run[name] = _COMBINE[signal.combine if signal else "mean"](values)
     return run
@@ -112,11 +113,9 @@ def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
     A rank whose shards another rank holds too reports 0 for them: then they count neither in the sum of its shards nor
     in the replicated part.
     """
-    if not shards:
-        return values[0]
     rests = [
         max(value * value - shard * shard, 0.0)
-        for value, shard in zip(values, shards, strict=False)
+        for value, shard in zip(values, shards, strict=True)
         if math.isfinite(value)
     ]
     return math.sqrt(min(rests, default=values[0]) + sum(shard * shard for shard in shards))

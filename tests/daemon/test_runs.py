@@ -139,6 +139,14 @@ def test_norms_of_shards_add_in_squares_and_replicas_count_once() -> None:
         assert combine_ranks(order)["grad_norm"] == pytest.approx(math.sqrt(4.0 + 9.0))
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_the_norm_is_the_same_wherever_a_rank_without_shards_stands(place: int) -> None:
+    """Its norm is that of the replicated part alone, and is paired with no other rank's shards."""
+    ranks = [{"grad_norm": math.sqrt(9.0 + shard * shard), "grad_norm_sharded": shard} for shard in (4.0, 12.0)]
+    ranks.insert(place, {"grad_norm": 3.0})
+    assert combine_ranks(ranks)["grad_norm"] == pytest.approx(13.0)
+
+
 def test_no_norm_is_given_where_a_shard_is_missing() -> None:
     """A rank over its limit leaves a sample out: the norm of the others' shards alone would be too small."""
     sampled = {"loss": 1.0, "grad_norm": 5.0, "grad_norm_sharded": 3.0}
