@@ -256,6 +256,17 @@ def test_steps_of_other_optimizers_do_not_pile_up() -> None:
     assert rank.last_seq == -1
 
 
+def test_layer_tables_are_kept_up_to_a_limit_the_newest_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentinel.runs.attempt.TABLE_LAYERS", 4)
+    run = Attempt(0, now=0.0)
+    layer = wire.Layer(name="w", shape=(1,), dtype="float32")
+    kept = []
+    for digest, count in (("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1)):
+        run.add_table(wire.LayerTable(digest=digest, layers=(layer,) * count))
+        kept.append("".join(run.tables))
+    assert kept == ["a", "ab", "bc", "d", "e"]
+
+
 def test_an_alert_looks_back_from_its_own_step_whatever_else_its_batch_holds() -> None:
     attempt, count = Attempt(0, now=0.0), 400  # more than are kept
     rank = attempt.hello(hello(), now=0.0)

@@ -52,8 +52,10 @@ SHAPES: dict[str, tuple[str, Series]] = {
         "| grad_norm     | nan      |\n"
         "| loss          | 2.9e-01  |\n"
         "| step          | 1,000    |\n"
-        "----------------------------\n",
-        {"loss": [(0, 12.5), (1000, 0.29)], "grad_norm": [(0, 9.67), (1000, NAN)]},
+        "----------------------------\n"
+        "| loss          | 0.21     |\n"
+        "| step          | 2,000    |\n",  # the run was killed
+        {"loss": [(0, 12.5), (1000, 0.29), (2000, 0.21)], "grad_norm": [(0, 9.67), (1000, NAN)]},
     ),
     "modded-nanogpt": (
         "step:0/1750 val_loss:10.8258 train_time:0ms step_avg:nanms\n"

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from sentinel.errors import RollbackError
 from sentinel.hooks.core.threads import Worker
 from sentinel.hooks.snapshot.host_buffer import HostBuffer
-from sentinel.hooks.snapshot.parts import StatefulPart
+from sentinel.hooks.snapshot.parts import ExtraState, StatefulPart
 from sentinel.hooks.snapshot.snapshot import Snapshot
 from sentinel.hooks.snapshot.training_state import Buffers, OptimizerState, Weights
 from tests.rollback.training import assert_same, note_cells
@@ -240,6 +240,19 @@ def test_a_buffer_that_two_modules_share_is_kept_once(monkeypatch: pytest.Monkey
     cells = note_cells(monkeypatch)
     taken(Buffers([model]))
     assert len(cells) == 5
+
+
+def test_a_module_with_extra_state_that_is_gone_is_named() -> None:
+    class Scale(nn.Module):
+        def get_extra_state(self) -> int:
+            return 7
+
+    model = nn.ModuleDict({"scale": Scale()})
+    parts = [ExtraState([model])]
+    snapshot = taken(*parts)
+    del model["scale"]
+    with pytest.raises(RollbackError, match="the model has no module 'scale' with extra state, which the snapshot has"):
+        snapshot.restore(parts)
 
 
 def test_the_change_detector_sees_one_element_that_no_sample_holds() -> None:
