@@ -254,7 +254,7 @@ _ALL = (
     _rank(
         "grad_norm_sharded",
         "1",
-        "sum",
+        "norm",
         1,
         "the part of grad_norm that comes from this rank's own shards",
         part_of="grad_norm",
@@ -270,7 +270,7 @@ _ALL = (
     _rank(
         "grad_norm_applied_sharded",
         "1",
-        "sum",
+        "norm",
         1,
         "the part of grad_norm_applied from this rank's own shards",
         part_of="grad_norm_applied",

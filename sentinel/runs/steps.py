@@ -58,10 +58,10 @@ def combine_ranks(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for name in dict.fromkeys(itertools.chain.from_iterable(samples)):
         signal = SIGNALS.get(name)
         values = [sample[name] for sample in samples if name in sample]
-        if signal is not None and signal.combine == "norm":
+        if signal is not None and signal.combine == "norm" and not signal.part_of:
             part = _SHARDS.get(name, "")
             if not any(part in sample for sample in samples):
-                run[name] = values[0]
+                run[name] = next((value for value in values if not math.isfinite(value)), values[0])
             elif len(values) == len(samples):  # else a rank did not sample this step: without its shards, too small
                 run[name] = _norm(values, [sample.get(part, 0.0) for sample in samples])
         else:
@@ -101,8 +101,6 @@ def _layer_value(signal: str, values: Sequence[float]) -> float:
     if len(values) == 1:
         return values[0]
     known = SIGNALS.get(signal)
-    if known is not None and known.combine == "norm":
-        return math.sqrt(sum(value * value for value in values))
     return _COMBINE[known.combine if known else "mean"](values)
 
 
@@ -113,12 +111,10 @@ def _norm(values: Sequence[float], shards: Sequence[float]) -> float:
     A rank whose shards another rank holds too reports 0 for them: then they count neither in the sum of its shards nor
     in the replicated part.
     """
-    rests = [
-        max(value * value - shard * shard, 0.0)
-        for value, shard in zip(values, shards, strict=True)
-        if math.isfinite(value)
-    ]
-    return math.sqrt(min(rests, default=values[0]) + sum(shard * shard for shard in shards))
+    pairs = zip(values, shards, strict=True)
+    rests = [max(value * value - shard * shard, 0.0) for value, shard in pairs if math.isfinite(shard)]
+    replicated = next((rest for rest in rests if not math.isfinite(rest)), min(rests, default=0.0))
+    return math.sqrt(replicated + sum(shard * shard for shard in shards))
 
 
 def _lowest(values: Sequence[float]) -> float:
@@ -135,5 +131,5 @@ _COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
     "min": _lowest,
     "max": _highest,
     "any": lambda values: values[0],
-    "norm": lambda values: values[0],
+    "norm": lambda values: math.hypot(*values),  # of different parts
 }

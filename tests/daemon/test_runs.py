@@ -145,6 +145,16 @@ def test_the_norm_is_the_same_wherever_a_rank_without_shards_stands(place: int) 
     ranks = [{"grad_norm": math.sqrt(9.0 + shard * shard), "grad_norm_sharded": shard} for shard in (4.0, 12.0)]
     ranks.insert(place, {"grad_norm": 3.0})
     assert combine_ranks(ranks)["grad_norm"] == pytest.approx(13.0)
+    assert combine_ranks(ranks)["grad_norm_sharded"] == pytest.approx(math.hypot(4.0, 12.0))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("shard", [{}, {"grad_norm_sharded": 3.0}], ids=["replicas", "shards"])
+def test_a_norm_that_is_not_finite_on_one_rank_is_not_left_out(odd: float, shard: dict[str, float]) -> None:
+    """As in a script that forgot to wrap the model: no collective hands the NaN to the other ranks."""
+    ranks = [{"grad_norm": 5.0, **shard}, {"grad_norm": odd, **shard}]
+    for order in (ranks, ranks[::-1]):
+        assert combine_ranks(order)["grad_norm"] == pytest.approx(odd, nan_ok=True)
 
 
 def test_no_norm_is_given_where_a_shard_is_missing() -> None:
