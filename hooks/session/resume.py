@@ -252,7 +252,7 @@ def _set_aside(folder: Path, after: int, damaged: Collection[int]) -> bool:
             for place in (folder, *(own for _, own in node_parts.list_places(folder))):
                 steps.update(snapshots.set_aside(place, after, damaged))
     except OSError as error:
-        # Harmless: it is done before the next snapshot is written, which names its parent: these are off its line.
+        # It is done before the next snapshot is written. A run that dies before that finds them again.
         faults.say(f"{folder}: snapshots after step {after} could not be set aside ({error.strerror})")
         return False
     if steps:
