@@ -179,11 +179,12 @@ class CallSlot:
 
     def record_return(self, output: object) -> None:
         """Record that the held call returned: one of the first, or one in a loop that is not fast."""
-        if self.kept is None:
+        kept = self.kept  # the sender's thread may release it meanwhile, where the watch ends by a fault
+        if kept is None:
             return
-        self.kept.hold_gradients(output)
+        kept.hold_gradients(output)
         if self.draws is None:
-            self.draws = True if self.kept.drawn else None
+            self.draws = True if kept.drawn else None
             self._looks += 1
             if self._looks == LOOKS and self.draws is None:
                 self.draws = False

@@ -161,8 +161,9 @@ def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
 
 
 def _find_nodes(given: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return the number of nodes as torchrun gets it: by its option, else by its variable, which JobSets set."""
-    option = re.search(r"--nnodes[= ](\S+)", " ".join(command))
+    """Return the number of nodes as torchrun gets it: by its option, or that of `accelerate launch`, else by its
+    variable, which JobSets set."""
+    option = re.search(r"--(?:nnodes|num[-_]machines)[= ](\S+)", " ".join(command))
     return option[1] if option is not None else given.get("PET_NNODES") or "1"
 
 

@@ -370,6 +370,15 @@ def test_a_withheld_step_is_looked_into_when_asked(daemon: FakeDaemon) -> None:
     assert [(found.seq, found.module, found.exact) for found in told(daemon)] == [(15, "blocks.1.middle", True)]
 
 
+def test_a_call_that_another_thread_releases_while_it_returns_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the sender's does where the watch ends by a fault."""
+    slot = CallSlot(Net(nn.GELU()))
+    slot.kept = keep((torch.ones(4, WIDTH),), {})
+    monkeypatch.setattr(type(slot.kept), "hold_gradients", lambda *_: setattr(slot, "kept", None))
+    slot.record_return(torch.ones(1))
+    assert slot.draws is None
+
+
 def test_what_a_device_holds_is_waited_for_once_when_asked() -> None:
     """A tensor stands in for a loss on a device, which is not read unless the daemon asks."""
     sent: list[wire.Message] = []

@@ -179,6 +179,8 @@ def test_what_the_command_inherits() -> None:
         ({}, ["torchrun", "--nnodes=2", "train.py"]),
         ({}, ["torchrun", "--nnodes", "1:4", "train.py"]),
         ({"PET_NNODES": "4"}, ["torchrun", "--rdzv-id=train", "train.py"]),
+        ({}, ["accelerate", "launch", "--num_machines", "2", "--machine_rank", "0", "train.py"]),
+        ({}, ["accelerate", "launch", "--num-machines=2", "train.py"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["python", "train.py"]),
     ],
 )
