@@ -316,6 +316,8 @@ def test_the_parts_and_the_cheapest_change_that_fits() -> None:
     )
     assert found.evidence[0].startswith("activations and the rest 54 GB, optimizer states 8 GB, idle pieces of the")
     assert found.remedy.startswith("set PYTORCH_ALLOC_CONF=expandable_segments:True")
+    buffered = mortem(msgspec.structs.replace(FULL, buffers=3 * GB))
+    assert buffered.evidence[0].startswith("activations and the rest 51 GB, optimizer states 8 GB, parameters 7 GB")
     whole = mortem(msgspec.structs.replace(FULL, reserved=70 * GB))
     assert whole.remedy == "half of the micro-batch (32 to 16) with 2 times the accumulation"
 

@@ -122,6 +122,7 @@ def test_code_that_raises_or_takes_too_long_is_a_failed_delivery_without_its_wor
         made.put(case())
         await until(lambda: all(row["trouble"] for row in made.status()))
         assert [list(row["failed"]) for row in made.status()] == [["internal"], ["timeout"]]
+        assert [(row["pending"], row["given_up"]) for row in made.status()] == [(1, 0), (1, 0)], "tried again"
         assert "secret" not in str(made.status()) + caplog.text
         await made.close()
 
