@@ -243,7 +243,7 @@ def test_the_last_json_line_says_how_a_command_ended() -> None:
 
 
 def test_a_place_of_daemons_that_cannot_be_looked_at_leaves_the_command_alone(tmp_path: Path) -> None:
-    """As one that another user has made and closed, which root would see."""
+    """As a directory that another user has made and closed: root would see into it."""
     environment = {**os.environ, "SENTINEL_RUNTIME": str(tmp_path / ("d" * 300))}
     done = subprocess.run([*RUN, "--", "sh", "-c", "exit 3"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")

@@ -46,7 +46,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_until_cut(path: Path, found: Iterator[_Found]) -> Iterator[_Found]:
-    """Yield what a reader finds in a file; of a gzipped one that was cut off, what stands before the cut. Raises
+    """Yield what a reader finds in a file; of a gzipped file that was cut off, what stands before the cut. Raises
     LogError if the file cannot be read."""
     try:
         yield from found
