@@ -17,7 +17,7 @@ from sentinel.cli.options import json_option
 from sentinel.cli.plain import echo, wrap_text
 from sentinel.errors import ConfigError
 from sentinel.node import paths
-from sentinel.notify.outbox import untold
+from sentinel.notify.outbox import list_undelivered
 from sentinel.store import History
 from sentinel.text import UNRESOLVED, format_clock, format_moment, in_words
 from sentinel.web import json
@@ -145,7 +145,7 @@ def collect_incidents(run: str | None) -> list[dict[str, Any]]:
             with History(path) as history:
                 cases += history.final_incidents()
                 if run in (None, history.run, history.run_id):
-                    _say_untold(history)
+                    _print_undelivered(history)
         except ConfigError as error:
             if path.stem == run:  # that it has no incidents is not known
                 raise
@@ -181,9 +181,9 @@ def _must_be_known(run: str | None, cases: list[dict[str, Any]]) -> None:
         raise ConfigError(said)
 
 
-def _say_untold(history: History) -> None:
+def _print_undelivered(history: History) -> None:
     """Print on stderr what a daemon that has ended could not deliver."""
-    for entry in untold(history.path):
+    for entry in list_undelivered(history.path):
         why = f" ({entry.trouble})" if entry.trouble else ""
         echo(f"sentinel: run {history.run}: {entry.alert} was not delivered to {entry.receiver}{why}", err=True)
 

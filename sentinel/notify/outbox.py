@@ -149,7 +149,7 @@ def row(entry: Entry, now: float) -> Row:
     return entry.receiver, entry.key, b"" if entry.is_over(now) else msgspec.msgpack.encode(entry)
 
 
-def untold(path: Path) -> list[Entry]:
+def list_undelivered(path: Path) -> list[Entry]:
     """Return what waits in the outbox of a run that has ended. Empty where there is none, or it cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:

@@ -30,6 +30,11 @@ def test_the_synthetic_layout_is_the_one_that_torch_reads() -> None:
     assert "train.py" in _memory_viz.memory(synthetic.torn(), format_flamegraph=lambda text: text)
 
 
+def test_a_snapshot_of_a_process_that_reserved_nothing(tmp_path: Path) -> None:
+    file = written(tmp_path / "s.pickle", snapshot([]))
+    assert f"{file}: nothing is reserved on any GPU" in called(file).stdout
+
+
 def test_bytes_are_told_apart(tmp_path: Path) -> None:
     content = snapshot(
         [

@@ -282,6 +282,18 @@ def test_a_snapshot_that_is_no_good_is_followed_by_the_next_older_one() -> None:
         assert "rolled back to step 150 at the exit of step 265" in rank.expect(wire.Notice).text
 
 
+def test_a_snapshot_that_is_no_good_and_has_no_older_one_is_named_by_the_users_count_of_steps() -> None:
+    with daemon_process() as (path, _), SimulatedRank(path) as rank:
+        rank.hello(rollback=TERMS, step_offset=1000)
+        rank.steps(0, HEALTHY[:200], step_seconds=[0.1] * 200)
+        rank.say(wire.SnapshotTaken(seq=150, nbytes=1, seconds=0.1, time=0.0))
+        rank.steps(200, [*HEALTHY[200:250], 9.0, 9.0, 9.0, 9.0], step_seconds=[0.1] * 54)
+        commit = promised(rank, 150)
+        rank.say(wire.RolledBack(id=commit.id, ok=False, to=150, at=260, seconds=0.1, reason="nan", flawed=True))
+        rank.expect(wire.Notice)
+        assert "not rolled back: snapshot 1150 cannot be restored: nan" in rank.expect(wire.Notice).text
+
+
 def test_a_commit_for_which_a_rank_came_too_late_is_tried_again() -> None:
     """Not all ranks reached the step in time, so the snapshot is still good; the number of tries is limited."""
     with daemon_process() as (path, _), SimulatedRank(path) as rank:

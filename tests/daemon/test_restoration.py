@@ -86,6 +86,15 @@ def changed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return lambda: request.param(monkeypatch)
 
 
+def test_the_last_steps_are_known_to_the_next_daemon(tmp_path: Path, changed: Change) -> None:
+    """Evidence of what it finds in the first steps reaches back to before it began."""
+    former = begin(tmp_path / "r1.sqlite", stock_rules())
+    recent = [(step.seq, step.run["loss"]) for step in former.run.attempt.recent]
+    assert recent
+    watch = take_over(former, changed)
+    assert [(step.seq, step.run["loss"]) for step in watch.run.attempt.recent] == recent
+
+
 def test_a_fault_in_one_reading_stays_open_for_as_long_as_its_rule_says(tmp_path: Path, changed: Change) -> None:
     former = begin(tmp_path / "r1.sqlite", stock_rules())
     read_gpus(former, FAULTY)

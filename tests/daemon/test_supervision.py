@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import subprocess
+from array import array
 from pathlib import Path
 
 import pytest
 
 from sentinel import wire
+from sentinel.daemon.job.supervision import Supervision
+from sentinel.daemon.tenancy.tenants import Tenants
+from sentinel.runs import Run
 from tests.daemon.simulated import SimulatedRank, daemon_process, ended
+from tests.run_parts import watch_run
+from tests.stock import RULES
 
 pytestmark = pytest.mark.processes
 
@@ -85,6 +91,17 @@ def test_a_job_that_would_start_from_the_beginning_is_not_ended() -> None:
                 last = supervisor.told()
                 assert (last.over, last.ends, last.alert) == (True, False, "NonFiniteLoss")
         assert ended(process) == 0
+
+
+def test_a_job_without_a_supervisor_is_not_said_to_be_ended() -> None:
+    watch = watch_run(Run("train", "r1", 0.0), [RULES["NonFiniteLoss"]])
+    identity = wire.Identity(run="train", run_id="r1", session="s")
+    rank = watch.ingest.hello(wire.Hello(version="test", identity=identity), 0.0)
+    losses = wire.Column(array("d", [math.nan]).tobytes())
+    seqs, times = array("q", [0]).tobytes(), array("d", [1e9]).tobytes()
+    watch.ingest.message(rank, wire.Batch(seqs=seqs, times=times, columns={"loss": losses}), 0.0)
+    (case,) = watch.incidents.log.cases.values()
+    assert not Supervision(Tenants(service=False)).end_job(watch, case)
 
 
 @pytest.mark.slow

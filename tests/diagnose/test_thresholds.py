@@ -113,6 +113,15 @@ def shallow(alert: str, ratio: float) -> Finding:
     return judged(alert, run_of(40, lambda _: {"gradient_depth_ratio": ratio, "loss": 2.0, "grad_norm": 1.0}))
 
 
+def exploded(rate: float) -> Finding:
+    """Diagnose small gradients that grew by 100 while the rate went from 1e-3 to `rate`."""
+
+    def values(seq: int) -> dict[str, float]:
+        return {"grad_norm": 0.5 * 100 ** min(seq / 600, 1), "learning_rate": rate if seq > 300 else 1e-3}
+
+    return judged("ExplodingGradient", run_of(700, values), numbers={"0": {"now": 50.0, "early": 0.5}})
+
+
 def faded(loss: float) -> Finding:
     return judged("VanishingGradient", run_of(40, lambda seq: {"loss": 2.0 if seq < 20 else loss, "grad_norm": 1.0}))
 
@@ -209,6 +218,8 @@ CASES: dict[str, tuple[Callable[[], Finding], str]] = {
     "by 110": (lambda: shallow("VanishingGradient", 110.0), "with depth"),
     "gradients that grow by 90 along depth": (lambda: shallow("ExplodingGradient", 1 / 90), NOT_KNOWN),
     "by 110, too": (lambda: shallow("ExplodingGradient", 1 / 110), "with depth"),
+    "gradients that grow with a rate that rose by 1.4": (lambda: exploded(1.4e-3), NOT_KNOWN),
+    "by 1.6": (lambda: exploded(1.6e-3), "the learning rate"),
     "a loss at two hundredths of its first": (lambda: faded(0.04), NOT_KNOWN),
     "at less than one": (lambda: faded(0.018), "the loss has come to nothing"),
     "adapters at a small rate": (lambda: adapters(2.9e-5), "the rate"),

@@ -49,6 +49,10 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+def count_hooks(net: nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in net.modules())
+
+
 class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -326,3 +330,16 @@ def test_gradients_of_optimizers_that_step_inside_the_backward_pass(daemon: Fake
     daemon.ended()
     assert daemon.layers("layer_grad_norm")[0].keys() == {name for name, _ in net.named_parameters()}
     assert alive == [0] * len(optimizers)
+
+
+def test_a_model_that_gets_a_new_optimizer_for_each_fold_has_the_hooks_of_one_run(daemon: FakeDaemon) -> None:
+    net, counts = model(), list[int]()
+    for _ in range(3):
+        optimizer = sgd(net)
+        sentinel.attach(net, optimizer)
+        fit(net, optimizer)
+        counts.append(count_hooks(net))
+        del optimizer
+        gc.collect()
+        daemon.ended()
+    assert counts[0] == counts[1] == counts[2] > 0

@@ -143,6 +143,21 @@ def closure() -> Callable[[Any, Any], None]:
     return keep
 
 
+class Record:
+    """What a loop keeps of a step: an object that holds a tensor."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+
+@pytest.mark.slow
+def test_a_list_of_objects_that_hold_tensors() -> None:
+    records: list[Record] = []
+    holder = only(counted(lambda _, net: records.append(Record(net(torch.randn(8, 4)).detach()))))
+    assert holder.name.startswith("records, ")
+    assert (holder.kind, holder.example, holder.bytes_per_step) == ("list", "8x1 float32", 8 * 1 * 4)
+
+
 @pytest.mark.slow
 def test_a_closure() -> None:
     holder = only(counted(closure()))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.notify.outbox import untold
+from sentinel.notify.outbox import list_undelivered
 from sentinel.runs.steps import RunStep
 from sentinel.store import History, Store, retention
 from tests.store.test_locked import no_descriptor_left
@@ -97,7 +97,7 @@ def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
         assert len(history.series("loss").seqs) == 10
     made.close()
     assert not retention.in_use(path)
-    assert untold(path) == []
+    assert list_undelivered(path) == []
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
