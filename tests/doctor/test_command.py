@@ -109,6 +109,8 @@ def test_only_a_command_that_took_too_long_is_given_more_time() -> None:
         ),
         ("torchrun --module package.train -v", "torchrun -m sentinel.hooks.examine -m package.train -v"),
         ("srun -n 2 python -m package.train", "srun -n 2 python -m sentinel.hooks.examine -m package.train"),
+        ("uv run train.py", "uv run -m sentinel.hooks.examine train.py"),
+        ("bash env.sh python train.py", "bash env.sh python -m sentinel.hooks.examine train.py"),
         ("numactl -m 0 python train.py", "numactl -m 0 python -m sentinel.hooks.examine train.py"),
         (
             "deepspeed --num_gpus 2 train.py --deepspeed",
@@ -132,16 +134,20 @@ def test_the_local_rank_that_a_launcher_puts_first_is_the_scripts(target: str, t
     assert json.loads((tmp_path / "facts.0.json").read_text())["error"].endswith("with --local_rank=0 --lr 1")
 
 
-def test_a_command_that_is_no_training_is_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="no script"):
-        rewritten(["make", "train"])
+@pytest.mark.parametrize(
+    "command",
+    [["make", "train"], ["bash", "train.py"], ["sh", "-c", "python train.py"], ["./train.py"], ["srun", "bash", "a.py"]],
+)
+def test_a_command_in_which_no_python_command_is_seen_is_refused_in_a_sentence(command: list[str]) -> None:
+    with pytest.raises(ConfigError, match="no Python command with a script"):
+        rewritten(command)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--steps", "0"), "Invalid value for '--steps'"),
-        (("--", "make", "train"), "no script (.py) or -m module"),
+        (("--", "make", "train"), "a script (.py) or -m module"),
         (("--", "/no/such/python", "train.py"), "No such file"),
     ],
 )

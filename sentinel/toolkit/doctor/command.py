@@ -21,6 +21,8 @@ _EXAMINER = "sentinel.hooks.examine"
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 """Modules that start the script in other processes: these are to be examined."""
+_SHELLS = ("bash", "dash", "ksh", "sh", "zsh")
+"""Programs that run no module, and whose words may be commands of their own."""
 _LARGEST = 64 * 1024 * 1024
 
 
@@ -53,16 +55,21 @@ def rewritten(command: Sequence[str]) -> list[str]:
     """Return `python train.py` as `python -m sentinel.hooks.examine train.py`; launchers take -m or --module, too."""
     words, flag = list(command), "-m"
     runs_modules = False  # of other programs, such as numactl, -m is something else
+    is_shell = False
     for at, word in enumerate(words):
         name = Path(word).name
         if runs_modules and word in ("-m", "--module") and at + 1 < len(words):
             if words[at + 1] not in _LAUNCHER_MODULES:
                 return [*words[:at], flag, _EXAMINER, "-m", *words[at + 1 :]]
-        elif word.endswith(".py"):
+        elif word.endswith(".py") and at > 0 and (runs_modules or not is_shell):
             return [*words[:at], flag, _EXAMINER, *words[at:]]
         flag = "--module" if name == "deepspeed" else flag
         runs_modules = runs_modules or name.startswith("python") or name in _LAUNCHERS
-    raise ConfigError(f"{' '.join(command)}: no script (.py) or -m module in it: sentinel doctor -- python train.py")
+        is_shell = is_shell or name in _SHELLS
+    raise ConfigError(
+        f"{' '.join(command)}: no Python command with a script (.py) or -m module in it: "
+        "sentinel doctor -- python train.py"
+    )
 
 
 def _run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[bool, str]:
