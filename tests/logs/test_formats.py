@@ -98,6 +98,20 @@ def test_a_gzipped_log_is_read_as_what_it_holds(tmp_path: Path) -> None:
     assert rows(recording, "loss") == [(3, 1.5)]
 
 
+def test_a_gzipped_log_whose_first_part_is_a_header_only_is_recognised(tmp_path: Path) -> None:
+    """As a logger writes that opens the file again for each row, or `cat a.gz b.gz`."""
+    parts = [b"step,loss\n", *(b"%d,1.5\n" % step for step in range(3))]
+    recording = one(tmp_path / "x.csv.gz", b"".join(map(gzip.compress, parts)))
+    assert rows(recording, "loss") == [(0, 1.5), (1, 1.5), (2, 1.5)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_refused_with_the_reason(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes("\ufeffstep,loss\n1,2.5\n".encode(encoding))
+    with pytest.raises(LogError, match="is UTF-16, as PowerShell writes it: convert it to UTF-8"):
+        logs.read(tmp_path / "x.csv")
+
+
 def test_bad_lines_are_counted_and_quoted(tmp_path: Path) -> None:
     bad = ['{"step": 1, "loss": 2', "[1]", '{"step": -1, "loss": 2}', "tensor(3)"]
     recording = one(tmp_path / "x.jsonl", "\n".join(['{"step": 0, "loss": 1}', *bad, '{"step": 5, "loss": 1}']))

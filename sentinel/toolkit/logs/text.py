@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import re
 import zlib
@@ -62,12 +63,21 @@ def plain(line: str) -> str:
 
 
 def head(path: Path) -> bytes:
-    """Return the first `HEAD_BYTES` of the content at most. Raises LogError if the file cannot be read."""
+    """Return the first `HEAD_BYTES` of the content, or a little more. Raises LogError if the file cannot be read.
+
+    Of a gzipped file that was cut off, the content ends where it was cut.
+    """
+    content = b""
     try:
         with open_log(path) as file:
-            return file.read1(HEAD_BYTES)
+            while len(content) < HEAD_BYTES and (more := file.read1(HEAD_BYTES)):
+                content += more  # each read ends with a member of a gzipped file, which may be a line only
     except (OSError, EOFError, zlib.error) as error:
-        raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        if not content:
+            raise LogError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise LogError(f"{path}: is UTF-16, as PowerShell writes it: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    return content
 
 
 def open_log(path: Path) -> BufferedReader | gzip.GzipFile:
