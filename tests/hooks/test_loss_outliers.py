@@ -46,6 +46,14 @@ def noisy(level: float, noise: float, steps: int, slope: float = 0.0) -> list[fl
     return [level + slope * step + rng.gauss(0, noise) for step in range(steps)]
 
 
+@pytest.mark.parametrize("level", [3.0, -3.0, 0.2])
+def test_a_loss_without_noise_may_rise_by_a_hundredth(level: float) -> None:
+    losses = LossOutliers()
+    for _ in range(100):
+        losses.observe(level)
+    assert losses.limit == pytest.approx(level + 0.01 * abs(level))
+
+
 @pytest.mark.parametrize("level", [3.0, -3.0, 0.0])
 def test_a_spike_is_odd_at_its_first_step(level: float) -> None:
     assert odd([*noisy(level, 0.02, 200), level + 1.0])[-1:] == [200]

@@ -27,7 +27,7 @@ from sentinel import wire
 from sentinel.cli import cli
 from sentinel.errors import ConfigError
 from sentinel.report import live
-from sentinel.report.chart import Band, Drawn, Mark, Plot, chart, readable
+from sentinel.report.chart import AxisScale, Band, Drawn, Mark, Plot, chart, readable
 from sentinel.report.content import ChartLine, report
 from sentinel.report.interactive import POINTS, figure
 from sentinel.report.outcomes import describe_run
@@ -371,6 +371,11 @@ def test_numbers_of_incidents_lie_neither_on_the_title_nor_on_each_other() -> No
     drawn = chart(Plot("loss", "1", [Drawn(line, "loss", 0)], (0, 199), marks))
     places = re.findall(r'<text x="([\d.]+)" y="(\d+)" class="middle">(\d)</text></a>', drawn)
     assert [(y, number) for _, y, number in places] == [("24", "1"), ("12", "2"), ("24", "3"), ("36", "4"), ("12", "5")]
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.9), (0.0, 9.0), (2.0, 2.004), (1e-9, 9e-8)])
+def test_a_scale_of_any_size_has_a_few_ticks(values: tuple[float, float]) -> None:
+    assert 3 <= len(AxisScale.fit_values(values).ticks()) <= 6
 
 
 @pytest.mark.parametrize(
