@@ -161,10 +161,28 @@ def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
 
 
 def _find_nodes(given: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return the number of nodes as torchrun gets it: by its option, or that of `accelerate launch`, else by its
-    variable, which JobSets set."""
+    """Return the number of nodes as torchrun gets it: by its option, or that of `accelerate launch` or its configuration
+    file, else by its variable, which JobSets set."""
     option = re.search(r"--(?:nnodes|num[-_]machines)[= ](\S+)", " ".join(command))
-    return option[1] if option is not None else given.get("PET_NNODES") or "1"
+    if option is not None:
+        return option[1]
+    return _read_accelerate_nodes(given, command) or given.get("PET_NNODES") or "1"
+
+
+def _read_accelerate_nodes(given: Mapping[str, str], command: Sequence[str]) -> str:
+    """Return `num_machines` of the configuration file, YAML or JSON, that `accelerate launch` will use; else empty."""
+    if not any(Path(word).name == "accelerate" or word == "accelerate.commands.launch" for word in command):
+        return ""
+    option = re.search(r"--config[-_]file[= ](\S+)", " ".join(command))
+    cache = Path(given.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(given.get("HF_HOME") or cache / "huggingface")
+    file = Path(option[1]) if option is not None else home / "accelerate" / "default_config.yaml"
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""  # Accelerate itself reports it
+    found = re.search(r"""^[\s{]*["']?num_machines["']?\s*:\s*["']?(\d+)""", text, re.MULTILINE)
+    return found[1] if found is not None else ""
 
 
 def _script(command: Sequence[str]) -> str:

@@ -175,6 +175,7 @@ def test_a_stuck_gpu_and_a_stuck_driver_delay_nothing_else(nvml: FakeNvml, monke
     assert set(stuck.values) == {"gpu_xid", "gpu_xid_program", "gpu_lost", "gpu_silent_seconds"}
     assert stuck.values["gpu_silent_seconds"] > 0.0
     assert other.values["gpu_silent_seconds"] == 0.0
+    assert (other.values["gpu_xid"], other.values["gpu_xid_program"]) == (0.0, 0.0)
     assert other.values["gpu_temperature_celsius"] == 64.0
     machine.close()
 

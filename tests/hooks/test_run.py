@@ -188,6 +188,24 @@ def test_no_id_is_made_for_ranks_that_others_also_start(given: dict[str, str], c
     assert "SENTINEL_RUN_ID" not in environment(given, command, None)
 
 
+ACCELERATE = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nnum_machines: {}\nnum_processes: 16\n"
+
+
+@pytest.mark.parametrize("place", ["--config_file", "HF_HOME"])
+@pytest.mark.parametrize("written", [ACCELERATE, '{{\n  "machine_rank": 0,\n  "num_machines": {},\n  "use_cpu": false\n}}\n'])
+def test_the_machines_of_accelerates_configuration_file_are_counted(place: str, written: str, tmp_path: Path) -> None:
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    options = ["--config_file", str(file)] if place == "--config_file" else []
+    given = {} if options else {"HF_HOME": str(tmp_path)}
+    for machines in (1, 2):
+        file.write_text(written.format(machines))
+        made = environment(given, ["accelerate", "launch", *options, "train.py"], None)
+        assert ("SENTINEL_RUN_ID" in made) == (machines == 1)
+    assert "SENTINEL_RUN_ID" in environment(given, ["python", "train.py"], None)
+    assert "SENTINEL_RUN_ID" in environment({}, ["accelerate", "launch", "--num_machines", "1", "train.py"], None)
+
+
 @pytest.mark.parametrize("given", [{"PET_NNODES": "4"}, {"PET_NNODES": ""}, {"SENTINEL_RUN_ID": ""}])
 def test_an_id_is_made_where_all_ranks_are_started_here(given: dict[str, str]) -> None:
     """torchrun's option goes before its variable; an empty variable says nothing."""
