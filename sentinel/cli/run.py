@@ -161,8 +161,8 @@ def _spread(given: Mapping[str, str], command: Sequence[str]) -> bool:
 
 
 def _find_nodes(given: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return the number of nodes as torchrun gets it: by its option, or that of `accelerate launch` or its configuration
-    file, else by its variable, which JobSets set."""
+    """Return the number of nodes as torchrun gets it: by its option, by that or the configuration file of `accelerate
+    launch`, or by its variable, which JobSets set."""
     option = re.search(r"--(?:nnodes|num[-_]machines)[= ](\S+)", " ".join(command))
     if option is not None:
         return option[1]

@@ -135,8 +135,7 @@ def test_the_local_rank_that_a_launcher_puts_first_is_the_scripts(target: str, t
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["make", "train"], ["bash", "train.py"], ["sh", "-c", "python train.py"], ["./train.py"], ["srun", "bash", "a.py"]],
+    "command", [["make", "train"], ["bash", "a.py"], ["sh", "-c", "python a.py"], ["./a.py"], ["srun", "bash", "a.py"]]
 )
 def test_a_command_in_which_no_python_command_is_seen_is_refused_in_a_sentence(command: list[str]) -> None:
     with pytest.raises(ConfigError, match="no Python command with a script"):

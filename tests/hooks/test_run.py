@@ -188,11 +188,12 @@ def test_no_id_is_made_for_ranks_that_others_also_start(given: dict[str, str], c
     assert "SENTINEL_RUN_ID" not in environment(given, command, None)
 
 
-ACCELERATE = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nnum_machines: {}\nnum_processes: 16\n"
+YAML = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nnum_machines: {}\nnum_processes: 16\n"
+JSON = '{{\n  "machine_rank": 0,\n  "num_machines": {},\n  "use_cpu": false\n}}\n'
 
 
 @pytest.mark.parametrize("place", ["--config_file", "HF_HOME"])
-@pytest.mark.parametrize("written", [ACCELERATE, '{{\n  "machine_rank": 0,\n  "num_machines": {},\n  "use_cpu": false\n}}\n'])
+@pytest.mark.parametrize("written", [YAML, JSON], ids=["YAML", "JSON"])
 def test_the_machines_of_accelerates_configuration_file_are_counted(place: str, written: str, tmp_path: Path) -> None:
     file = tmp_path / "accelerate" / "default_config.yaml"
     file.parent.mkdir()
