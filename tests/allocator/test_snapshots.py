@@ -62,6 +62,21 @@ def test_the_map_shows_where_a_segment_is_full() -> None:
     assert picture(read_in, 8)[0][1] == "████    "
 
 
+def test_the_map_has_no_line_for_a_segment_that_nothing_uses() -> None:
+    used, unused = [(32 * MiB, "active_allocated", [])], [(64 * MiB, "inactive", [])]
+    assert [shown for _, shown in picture(read_segments([segment(used), segment(unused)]), 4)] == ["████"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [("max_split_size_mb:512", True), ("max_split_size_mb:512,expandable_segments:True", False), ("", False)],
+)
+def test_the_older_setting_against_fragmentation_is_named(settings: str, advised: bool, tmp_path: Path) -> None:
+    content = snapshot([segment([(2 * MiB, "active_allocated", [])])], PYTORCH_CUDA_ALLOC_CONF=settings)
+    said = " ".join(called(written(tmp_path / "s", content)).output.split())
+    assert ("the allocator ran with max_split_size_mb" in said) == advised
+
+
 def read_segments(segments: list[Any]) -> list[Any]:
     import tempfile
 

@@ -62,6 +62,18 @@ def test_a_run_is_read_whole(tmp_path: Path) -> None:
     assert one.final_loss == pytest.approx(1 / 190, rel=0.05)
 
 
+def test_of_two_runs_the_facts_that_differ_are_bold(tmp_path: Path) -> None:
+    with History(history(tmp_path / "gpt.sqlite")) as kept:
+        one = report(kept)
+    first, second = (
+        msgspec.structs.replace(one, facts={"model": "GPT", "optimizer": name}) for name in ("AdamW", "Muon")
+    )
+    text = page([first, second], "0")
+    assert "<b>AdamW</b></td><td><b>Muon</b>" in text
+    assert "<span>GPT</span></td><td><span>GPT</span>" in text
+    assert "<span>AdamW</span>" in page([first], "0")
+
+
 def test_readings_of_devices_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of eight GPUs over weeks they were unpacked once for each signal, for longer than a browser waits."""
     unpacked: list[bytes] = []

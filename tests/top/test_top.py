@@ -72,6 +72,13 @@ def test_an_open_incident_is_shown_however_many_came_after_it() -> None:
     assert said.splitlines()[-1].startswith("! LossSpike")
 
 
+def test_the_heading_counts_the_incidents_only_where_some_are_left_out() -> None:
+    few, many = (text([run()], [case() for _ in range(count)]).splitlines() for count in (2, 50))
+    assert [line for line in few if line.startswith("incidents")] == ["incidents"]
+    (heading,) = (line for line in many if line.startswith("incidents"))
+    assert heading == f"incidents, the last {sum(line.startswith('! ') for line in many)}"
+
+
 def test_a_rank_that_is_not_live_is_named() -> None:
     stalled = rank(3, "silent", stall={"seconds": 42.0})
     said = text([run(ranks=[rank(0), rank(1), rank(2), stalled])], [])
