@@ -88,6 +88,23 @@ def test_a_small_model_is_measured_exactly(compiled: bool, daemon: FakeDaemon, m
             assert daemon.series(below(exponent))[seq] == pytest.approx(float(share), abs=1e-6)
 
 
+def test_a_layer_larger_than_its_sample_counts_with_its_whole_size(daemon: FakeDaemon) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 512), nn.Linear(512, 1))
+    assert net[1].weight.numel() > 4 * row_length(6)
+    loop = Recorded(net, sgd(net))
+    with sentinel.attach(net, loop.optimizer):
+        loop.run(1)
+    daemon.ended()
+    (before,), after = loop.before, loop.after[0]
+    for name in ("0.weight", "1.weight"):
+        moved = norm([after[name] - before[name]])
+        assert daemon.layers("layer_weight_norm")[0][name] == pytest.approx(norm([after[name]]), rel=0.05)
+        assert daemon.layers("layer_update_ratio")[0][name] == pytest.approx(moved / norm([after[name]]), rel=0.1)
+    moved = norm(after[name] - before[name] for name in after)
+    assert daemon.series("update_ratio")[0] == pytest.approx(moved / norm(after.values()), rel=0.1)
+
+
 def test_every_rare_signal_of_the_vocabulary_is_measured(daemon: FakeDaemon) -> None:
     net = model()
     net[2].requires_grad_(False)
