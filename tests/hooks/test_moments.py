@@ -32,6 +32,19 @@ def test_a_layer_with_one_huge_gradient_behind_it_is_first() -> None:
     assert (found.exponents["-8"], found.exponents["-4"], found.zero_share) == (0.0, 1.0, 0.0)
 
 
+def test_layers_without_a_gradient_or_a_moment_do_not_count_as_usual() -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(30):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0**-5)
+        optimizer.step()
+    for parameter in list(net.parameters())[:4]:  # of six
+        optimizer.state[parameter]["exp_avg_sq"].zero_()
+    net[3].weight.grad.zero_()
+    assert moments(optimizer, Layers(0, [net], optimizer), 30).usual == pytest.approx(1.0, rel=1e-3)
+
+
 def test_optimizers_without_second_moments_say_so() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
