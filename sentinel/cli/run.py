@@ -7,9 +7,9 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -103,13 +103,15 @@ def run(
     made = environment(given, command, name)
     if sys.platform != "linux" or "SENTINEL_SUPERVISOR" in os.environ:  # a nested one has nothing to do
         execute(command if nodes is None else nodes.fill(command), made)
-    from sentinel.supervise.supervisor import Supervisor, leave
+    from sentinel.supervise.supervisor import NotStarted, Supervisor, leave
 
-    with _starting(command[0]):
+    try:
         status = Supervisor(
             command, made, restarts=RESTARTS if restarts is None else restarts, always=restarts is not None,
             pause=pause, over_nodes=nodes is not None or _spread(given, command), nodes=nodes, as_json=as_json,
         ).run()  # fmt: skip
+    except NotStarted as error:
+        _exit_unstarted(command[0], error.cause)
     leave(status)
 
 
@@ -133,21 +135,20 @@ def execute(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Replace this process with the command. Never returns; raises SystemExit where the command cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with _starting(command[0]):
-        os.execvpe(command[0], list(command), dict(environment))
-
-
-@contextmanager
-def _starting(command: str) -> Iterator[None]:
-    """Exit as a shell does where the command cannot be started: 127 not found, 126 not executable."""
     try:
-        yield
-    except (FileNotFoundError, ValueError):  # ValueError: an empty name, or one with a null byte
+        os.execvpe(command[0], list(command), dict(environment))
+    except (OSError, ValueError) as error:
+        _exit_unstarted(command[0], error)
+
+
+def _exit_unstarted(command: str, error: OSError | ValueError) -> NoReturn:
+    """Exit as a shell does where the command cannot be started: 127 not found, 126 not executable. `error`: a
+    ValueError for a name with a null byte."""
+    if isinstance(error, FileNotFoundError | ValueError):
         echo(f"sentinel: {plain(command)}: no such command", err=True)
         sys.exit(127)
-    except OSError as error:
-        echo(f"sentinel: {plain(command)}: {error.strerror}", err=True)
-        sys.exit(126)
+    echo(f"sentinel: {plain(command)}: {error.strerror}", err=True)
+    sys.exit(126)
 
 
 def _alone(given: Mapping[str, str], command: Sequence[str]) -> bool:

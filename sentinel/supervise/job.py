@@ -97,12 +97,16 @@ class Job:
         told: set[tuple[int, str]] = set()
         while True:
             self.reap()
-            left = _but(spared, members()) or _but(spared, members())  # new ones may have started while /proc was read
-            if not left and not spared:
+            try:
+                # Twice: new ones may have started while /proc was read.
+                left = _but(spared, members()) or _but(spared, members())
+            except OSError:  # no descriptor is left: which processes there are is not known yet
+                left = None
+            if left == [] and not spared:
                 return True
-            if not left or time.monotonic() > until:
+            if left == [] or time.monotonic() > until:
                 return False
-            for process in left:
+            for process in left or ():
                 if (process.pid, process.started) not in told:
                     told.add((process.pid, process.started))
                     _send(process.pid, number)
@@ -110,7 +114,8 @@ class Job:
 
 
 def members() -> list[_Process]:
-    """Return the living descendants of this process, without Sentinel's daemons and their descendants."""
+    """Return the living descendants of this process, without Sentinel's daemons and their descendants. Raises OSError
+    where /proc cannot be read."""
     children: dict[int, list[_Process]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (found := _read(Path("/proc") / entry)) is not None:
@@ -121,7 +126,11 @@ def members() -> list[_Process]:
 def count_launched_nodes(wanted: int) -> int | None:
     """Return how many nodes the job of the local ranks has, if each node has as many ranks as this one; None: no
     torchrun that wants `wanted` nodes has started ranks here yet."""
-    for process in members():
+    try:
+        processes = members()
+    except OSError:
+        return None
+    for process in processes:
         with contextlib.suppress(OSError, KeyError, ValueError):
             words = (Path("/proc") / str(process.pid) / "environ").read_bytes().split(b"\0")
             said = dict(word.partition(b"=")[::2] for word in words)
@@ -142,11 +151,11 @@ def _below(pid: int, children: Mapping[int, list[_Process]]) -> Iterator[_Proces
 
 
 def _read(folder: Path) -> tuple[int, _Process] | None:
-    """Return (parent's pid, process); None if it has ended, reaped or not."""
+    """Return (parent's pid, process); None if it has ended, reaped or not. Raises OSError where it cannot be read."""
     try:
         fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
         words = (folder / "cmdline").read_bytes().split(b"\0")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     return None if fields[0] in "ZX" else (int(fields[1]), _Process(int(folder.name), fields[19], words))
 

@@ -56,6 +56,15 @@ _SI_KERNEL = 0x80
 """`si_code` of signals that a terminal's keys send (sigaction(2))."""
 
 
+class NotStarted(Exception):
+    """The command cannot be started at all."""
+
+    def __init__(self, cause: OSError | ValueError) -> None:
+        """`cause`: what the system says; a ValueError for a name with a null byte."""
+        self.cause = cause
+        super().__init__(str(cause))
+
+
 class Supervisor:
     """Runs one command, and starts it again as `Policy` decides. Linux only."""
 
@@ -101,7 +110,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the command to its end. Returns the exit status; negative: the signal that ended the command.
 
-        Raises OSError where the command cannot be started at all.
+        Raises NotStarted where the command cannot be started at all.
         """
         own = {number for number in _PASSED if signal.getsignal(number) is not signal.SIG_IGN}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would leave no exit status to wait for
@@ -124,10 +133,11 @@ class Supervisor:
             self._report(None)
             try:
                 job = self._start_job(mask)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 if self._policy.made == 0:
-                    raise
-                return self._leave(EXIT_UNFINISHED, f"{self._command[0]}: {error.strerror}")
+                    raise NotStarted(error) from None
+                why = error.strerror if isinstance(error, OSError) else str(error)
+                return self._leave(EXIT_UNFINISHED, f"{self._command[0]}: {why}")
             self._launched += 1
             self._status = status = self._follow_job(job, awaited)
             if status is None:

@@ -119,7 +119,10 @@ class Words:
         return list(paths.live_sockets())
 
     def _connect(self, path: Path) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left, here or on the node: no reason to end the job
+            return
         try:
             connection.setblocking(False)
             connection.connect(os.fspath(path))

@@ -249,6 +249,28 @@ def test_a_place_of_daemons_that_cannot_be_looked_at_leaves_the_command_alone(tm
     assert (done.returncode, done.stderr) == (3, "")
 
 
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys, time
+supervisor, command = os.getppid(), os.getpid()
+_, most = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, most))
+if os.fork() == 0:  # a rank that outlives the command
+    while os.getppid() == command: time.sleep(0.01)
+    time.sleep(0.3)  # the supervisor has looked for what is left of the job
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (most, most))
+    time.sleep(600)
+time.sleep(1.2)  # it has looked for the daemon twice
+os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_supervisor_without_a_descriptor_left_neither_ends_the_job_nor_leaves_a_part_of_it() -> None:
+    command = [*RUN, "--", sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, ""), "and the last process that held the pipes has ended"
+
+
 def test_a_command_that_cannot_be_started_again_may_go_on_elsewhere(tmp_path: Path, private_places: Path) -> None:
     command = tmp_path / "train"
     command.write_text('#!/bin/sh\nrm "$0"\nexit 3\n')
