@@ -1,8 +1,9 @@
 """Statistics of tensors by torch's own operations: the reference for every kernel, and used where there is none.
 
-Norms are L2, summed in float32 at least: fp16 squares overflow. NaN and infinity show in norm, minimum and maximum, so
-a tensor needs a closer look only where one of these is not finite. `foreach_norm(inf)` and `isfinite` over all
-gradients would cost 20 times as much on the CPU.
+Norms are L2, summed in float32 at least: fp16 squares overflow. Where those of float32 overflow, too (elements over
+1e19), the norm is computed again in float64, but only on the CPU: on a device it is infinite. NaN and infinity show in
+norm, minimum and maximum, so a tensor needs a closer look only where one of these is not finite. `foreach_norm(inf)`
+and `isfinite` over all gradients would cost 20 times as much on the CPU.
 """
 
 from __future__ import annotations
@@ -89,7 +90,12 @@ class TorchStatistics:
             found = foreach_norm([self._tensors[i] for i in places], 2, dtype=wide)
             for place, norm in zip(places, found, strict=True):
                 norms[place] = norm
-        return self._column(norms)
+        column = self._column(norms)
+        if self.on_host:
+            scale = 1.0 if self._scale is None else float(self._scale)
+            for place in column.isinf().nonzero().flatten().tolist():  # float64 takes 2 to 12 times as long
+                column[place] = torch.linalg.vector_norm(self._tensors[place], dtype=torch.float64) / scale
+        return column
 
     @functools.cached_property
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
