@@ -1,7 +1,7 @@
-"""The connection to the job's daemon, which is asked once per connection and then reports whenever it has news.
+"""The connections to the job's daemons, which are asked once per connection and then report whenever they have news.
 
-The run's daemon is started by the job and ends with it, so this side looks for it again and again: a call that
-finds no socket, twice a second.
+A run's daemon is started by the job and ends with it, so this side looks for daemons again and again, twice a second.
+Each `attach` of a process is a run, usually with a daemon of its own. Daemons of other jobs do not answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHORT_SECONDS = 0.05
 
 
 class Words:
-    """The connection to the job's daemon, and the daemon's last messages."""
+    """The connections to the job's daemons, and their last messages."""
 
     def __init__(self, mark: str, run_id: str | None, *, always: bool, print_notice: Callable[[str], None]) -> None:
         """`mark`: the job's mark, which its ranks send in their hello. `run_id`: None where others choose it. `always`:
@@ -38,21 +38,31 @@ class Words:
         self._said = wire.Supervise(mark=mark, always=always)
         self._run_id = run_id
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
-        self.standing: wire.Standing | None = None
-        """The last report on this start of the job."""
         self.standings: dict[str, wire.Standing] = {}
-        """The last report on each run of this start, by run id: a job may have several."""
+        """The last report on each run of this start, by run id, the newest last: a job may have several runs."""
+        self._former = set[str]()
+        """Runs that were over before another one went on: they are no reason for the end of the job."""
         self.order: wire.Order | None = None
         """The last order about this start from the coordinator of a job over several nodes."""
         self.attached = False
         """Whether the job came so far that it looked for a daemon, whether it found one or not."""
         self._attempt = 0
 
+    @property
+    def standing(self) -> wire.Standing | None:
+        """The report on this start of the job: that of the run that broke, if one did, else the newest one. It is over
+        once all runs are."""
+        if not self.standings:
+            return None
+        present = [one for one in reversed(self.standings.values()) if one.run_id not in self._former]
+        return msgspec.structs.replace(max(present, key=_rank_trouble), over=all(one.over for one in present))
+
     def forget(self, attempt: int) -> None:
-        """Discard all reports on former attempts: the job is started again, as this attempt. The connection stays,
-        and with it the daemon."""
-        self.standing, self.order, self._attempt = None, None, attempt
+        """Discard all reports on former attempts: the job is started again, as this attempt. The connections stay,
+        and with them the daemons."""
+        self.order, self._attempt = None, attempt
         self.standings.clear()
+        self._former.clear()
 
     def report(self, job: wire.JobReport) -> None:
         """Send the job's state on this node to each daemon that is connected now or later."""
@@ -60,13 +70,13 @@ class Words:
         self._say(self._said)
 
     def read(self) -> wire.Standing | None:
-        """Return the last report received by now."""
+        """Return the report on the job, as far as it was received by now."""
         for path in self._paths():
             if path not in self._connections:
                 self._connect(path)
         for path in list(self._connections):
             self._take(path)
-        self.attached = self.attached or self.standing is not None or self._has_place()
+        self.attached = self.attached or bool(self.standings) or self._has_place()
         return self.standing
 
     def announce_end(self, number: int, why: str = "", *, left_out: bool = False) -> None:
@@ -111,12 +121,9 @@ class Words:
 
     def _paths(self) -> Iterable[Path]:
         try:
-            named = paths.address()
+            return list(paths.live_sockets())
         except ConfigError:  # `attach` reports it
             return []
-        if named is None and self._run_id is not None:
-            return [paths.run_directory(self._run_id) / paths.SOCKET]
-        return list(paths.live_sockets())
 
     def _connect(self, path: Path) -> None:
         try:
@@ -142,7 +149,7 @@ class Words:
                 for body in frames.feed(chunk):
                     message = wire.to_rank(body) if wire.is_known(body) else None
                     if isinstance(message, wire.Standing) and message.attempt >= self._attempt:
-                        self.standing = self.standings[message.run_id] = message
+                        self._keep(message)
                     elif isinstance(message, wire.Order) and message.start == self._said.job.start:
                         self.order = message
                     elif isinstance(message, wire.Notice) and message.text:
@@ -153,5 +160,16 @@ class Words:
             pass
         self._hang_up(path)
 
+    def _keep(self, standing: wire.Standing) -> None:
+        self.standings.pop(standing.run_id, None)
+        if not standing.over:
+            self._former = {run_id for run_id, one in self.standings.items() if one.over}
+        self.standings[standing.run_id] = standing
+
     def _hang_up(self, path: Path) -> None:
         self._connections.pop(path)[0].close()
+
+
+def _rank_trouble(standing: wire.Standing) -> tuple[bool, bool, bool]:
+    """Return how much a run is the reason for the end of its job."""
+    return standing.ends, bool(standing.stopped), bool(standing.alert or standing.raised)
