@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -58,14 +59,18 @@ def started(code: str) -> Iterator[int]:
         process.communicate(b"\n")
 
 
+def make_rank() -> tuple[Run, Rank]:
+    run = Run("train", "r1", 0.0)
+    identity = wire.Identity(run="train", run_id="r1", session="s")
+    return run, run.hello(wire.Hello(version="test", identity=identity), 0.0)[0]
+
+
 def is_signalled(
     process: int, *, stall: Stall = HELD, beat: float = 0.0, number: int = SIGNAL, sealed: bool = False
 ) -> bool:
     """Order the stacks of a rank at second 60, after a last beat at `beat`; return whether its process is signalled.
     Where it is not, it is asked by a message."""
-    run = Run("train", "r1", 0.0)
-    identity = wire.Identity(run="train", run_id="r1", session="s")
-    rank, _ = run.hello(wire.Hello(version="test", identity=identity), 0.0)
+    run, rank = make_rank()
     page = Heartbeat(*[0] * len(Heartbeat._fields))._replace(beat=beat, signal=number)
     rank.process, rank.heartbeat, rank.stall = process, page, stall
     link, dump = RankProcesses(), DumpFile(sealed=sealed)
@@ -99,3 +104,18 @@ def test_a_rank_that_can_answer_or_whose_signal_is_the_users_is_not() -> None:
         assert not is_signalled(process, beat=60.0 - BEAT_SECONDS)
         assert not is_signalled(process, number=0)
         assert not is_signalled(process, sealed=True)
+
+
+def test_a_rank_that_does_not_answer_is_asked_again_after_longer_and_longer_pauses() -> None:
+    run, rank = make_rank()
+    link, dump = RankProcesses(), DumpFile(sealed=True)
+    action = StacksAction(run.attempt, link, FakeIncidents(), dump)
+    asked = []
+    for second in range(600):
+        before = len(link.messages)
+        action.order(rank, float(second))
+        asked += [second] * (len(link.messages) - before)
+        action.tick(float(second))
+    os.close(dump.descriptor)
+    assert len(asked) == 4
+    assert [after - before for before, after in pairwise(asked)] == sorted({b - a for a, b in pairwise(asked)})
