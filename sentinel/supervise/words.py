@@ -39,7 +39,10 @@ class Words:
         self._run_id = run_id
         self._connections: dict[Path, tuple[socket.socket, wire.Frames]] = {}
         self.standings: dict[str, wire.Standing] = {}
-        """The last report on each run of this start, by run id, the newest last: a job may have several runs."""
+        """The last report on each run of this start, by run id, in the order in which they were first heard of: a job
+        may have several runs."""
+        self._newest = ""
+        """The run that reported last."""
         self._former = set[str]()
         """Runs that were over before another one went on: they are no reason for the end of the job."""
         self.order: wire.Order | None = None
@@ -54,8 +57,8 @@ class Words:
         once all runs are."""
         if not self.standings:
             return None
-        present = [one for one in reversed(self.standings.values()) if one.run_id not in self._former]
-        return msgspec.structs.replace(max(present, key=_rank_trouble), over=all(one.over for one in present))
+        present = [one for one in self.standings.values() if one.run_id not in self._former]
+        return msgspec.structs.replace(max(present, key=self._rank_trouble), over=all(one.over for one in present))
 
     def forget(self, attempt: int) -> None:
         """Discard all reports on former attempts: the job is started again, as this attempt. The connections stay,
@@ -161,15 +164,14 @@ class Words:
         self._hang_up(path)
 
     def _keep(self, standing: wire.Standing) -> None:
-        self.standings.pop(standing.run_id, None)
+        self.standings[standing.run_id], self._newest = standing, standing.run_id
         if not standing.over:
             self._former = {run_id for run_id, one in self.standings.items() if one.over}
-        self.standings[standing.run_id] = standing
+
+    def _rank_trouble(self, standing: wire.Standing) -> tuple[bool, ...]:
+        """Return how much a run is the reason for the end of its job."""
+        broke = bool(standing.alert or standing.raised)
+        return standing.ends, bool(standing.stopped), broke, standing.run_id == self._newest
 
     def _hang_up(self, path: Path) -> None:
         self._connections.pop(path)[0].close()
-
-
-def _rank_trouble(standing: wire.Standing) -> tuple[bool, bool, bool]:
-    """Return how much a run is the reason for the end of its job."""
-    return standing.ends, bool(standing.stopped), bool(standing.alert or standing.raised)
