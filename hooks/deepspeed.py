@@ -21,6 +21,7 @@ from torch import nn
 
 from sentinel.errors import AttachError
 from sentinel.hooks.loop import losses
+from sentinel.hooks.loop.grad_clipping import Clip
 from sentinel.hooks.measure.probe import Probe, Step
 from sentinel.hooks.session import attach as attachment
 from sentinel.hooks.session.monitor import Monitor
@@ -167,7 +168,7 @@ class EngineScalars(Probe):
     def before(self, step: Step) -> None:
         limit = float(self._engine.gradient_clipping())
         if limit > 0.0 and step.clip is None:
-            step.clip = None, limit  # the norm comes with the step; the present one is not the one applied
+            step.clip = Clip(None, limit)  # the norm comes with the step; the present one is not the one applied
 
     def after(self, step: Step) -> None:
         values, optimizer = step.values, self._engine.optimizer

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from sentinel.hooks.torch_interop.layer_table import local
-from sentinel.hooks.torch_interop.tensors import Scalar, on_one_device, scalar
+from sentinel.hooks.torch_interop.tensors import Scalar, is_finite, on_one_device, scalar
 
 _Call = tuple[int, int, int]
 """Distinguishes the parameters of one call from another's: ids of the first and the last, and their number."""
 
-Clip = tuple[Scalar | None, float]
-"""(norm before clipping, limit). The norm is None unless it is that of exactly the optimizer's parameters that train:
-frozen ones have no gradient, and may be missing in a call."""
+_SMALL = 1e-6
+"""What torch adds to a norm before it divides the limit by it."""
+
+
+class Clip(NamedTuple):
+    """What the loop clipped before a step, or in one call."""
+
+    norm: Scalar | None
+    """L2 norm before clipping. None unless it is that of exactly the optimizer's parameters that train: frozen ones
+    have no gradient, and may be missing in a call. A norm that is not finite is that of all that was clipped by it."""
+    limit: float
+    by: Scalar | None = None
+    """Norm, of any type, by which all of the optimizer's gradients were clipped in one call, perhaps with others."""
+
+    def find_norm_before(self, after: Scalar) -> Scalar | None:
+        """Return the L2 norm before clipping of the optimizer's gradients, whose norm is `after` now; None where that
+        cannot be known."""
+        if self.by is None or not self.limit > 0:
+            return None
+        after, by = on_one_device((after, self.by))
+        factor = (by + _SMALL) / self.limit
+        return after * (factor.clamp(min=1.0) if isinstance(factor, torch.Tensor) else max(factor, 1.0))
+
 
 _CALLS = 64
 """Most different calls that are remembered: a loop has a few, unless it keeps making new parameters."""
@@ -28,15 +49,15 @@ class Clipping:
     def __init__(self, ids: Callable[[], frozenset[int]]) -> None:
         """`ids` returns the ids of the optimizer's parameters that train."""
         self._ids = ids
-        self.calls: dict[_Call, tuple[Scalar | None, float]] = {}
-        """Call -> (norm before clipping, limit), since the last step."""
+        self.calls: dict[_Call, Clip] = {}
+        """Calls since the last step."""
         self._covers: dict[_Call, tuple[int, bool]] = {}
         self._covered = ids()
 
     def record_clipping(
-        self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None, scale: Scalar | None
+        self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor, *, l2: bool, scale: Scalar | None
     ) -> None:
-        """Record that the gradients of `parameters` had this L2 norm (None: not known) and were clipped to `limit`.
+        """Record that the gradients of `parameters` had this norm (`l2`: it is an L2 norm) and were clipped to `limit`.
 
         `scale` is the factor by which they were still multiplied.
         """
@@ -50,14 +71,14 @@ class Clipping:
         if not self._covers[call][0]:
             return
         if call in self.calls:  # clipped already: the first norm is the one before clipping
-            first, before = self.calls[call]
-            self.calls[call] = first, min(before, float(limit))
+            first, before, _ = self.calls[call]
+            self.calls[call] = Clip(first, min(before, float(limit)))
         else:
-            value = scalar(local(norm)) if norm is not None else None
-            if value is not None and scale is not None:
+            by = value = scalar(local(norm))
+            if l2 and scale is not None:
                 value, scale = on_one_device((value, scale))
                 value = value / scale
-            self.calls[call] = value, float(limit)
+            self.calls[call] = Clip(value if l2 else None, float(limit), by)
 
     def start_over(self) -> None:
         """Forget this step's clipping, as its gradients were discarded."""
@@ -69,16 +90,18 @@ class Clipping:
             return None
         calls, self.calls = self.calls, {}
         covers = [self._covers[call] for call in calls]
-        finite = [limit for _, limit in calls.values() if math.isfinite(limit)]
+        finite = [clip.limit for clip in calls.values() if math.isfinite(clip.limit)]
         limit = max(finite, default=math.inf)  # a call without a limit only asks for the norm
-        norms = [norm for norm, _ in calls.values() if norm is not None]
+        norms = [clip.norm for clip in calls.values() if clip.norm is not None]
         whole = sum(count for count, _ in covers) == len(self._ids()) and not any(others for _, others in covers)
         if not whole or len(norms) < len(calls):
-            return None, limit
+            broken = next((clip.by for clip in calls.values() if not is_finite(clip.by)), None)
+            all_by_one = len(calls) == 1 and covers[0][0] == len(self._ids())
+            return Clip(broken, limit, next(iter(calls.values())).by if all_by_one else None)
         if len(norms) == 1:
-            return norms[0], limit
+            return Clip(norms[0], limit)
         squares = sum(norm * norm for norm in on_one_device(norms))
-        return torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit
+        return Clip(torch.sqrt(squares) if isinstance(squares, torch.Tensor) else math.sqrt(squares), limit)
 
     def _coverage(self, parameters: list[torch.Tensor]) -> tuple[int, bool]:
         """Return how many of `parameters` the optimizer trains, and whether others among them are trained."""

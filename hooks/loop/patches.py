@@ -80,8 +80,10 @@ class LoopEvents(Protocol):
     def scaler_raised(self, scaler: GradScaler, optimizer: object) -> None:
         """`scaler.step(optimizer)` raised."""
 
-    def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
-        """The gradients of `parameters`, whose L2 norm was `norm`, were clipped to `max_norm`. None: another norm."""
+    def gradients_clipped(
+        self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor, *, l2: bool
+    ) -> None:
+        """The gradients of `parameters`, whose norm was `norm`, were clipped to `max_norm`. `l2`: it is an L2 norm."""
 
     def capturing(self) -> None:
         """A CUDA graph is about to be captured."""
@@ -425,8 +427,10 @@ class ClippingPatch:
                 parameters = list(parameters)
             result = original(parameters, max_norm, total_norm, *args, **kwargs)
             clipped = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-            norm = total_norm if self._norm_type == 2.0 else None
-            self._listeners.tell("gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, norm))
+            l2 = self._norm_type == 2.0
+            self._listeners.tell(
+                "gradients_clipped", lambda run: run.gradients_clipped(clipped, max_norm, total_norm, l2=l2)
+            )
             return result
 
         return clip_grads_with_norm_

@@ -25,6 +25,7 @@ import torch
 
 from sentinel.hooks.core import faults
 from sentinel.hooks.core.faults import Unseen
+from sentinel.hooks.loop.grad_clipping import Clip
 from sentinel.hooks.loop.step_accumulator import StepTotals
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.torch_interop.layer_table import Layers
@@ -67,8 +68,8 @@ class Step:
     """1 where the scaler withheld the step; a tensor where only the device knows it."""
     scale: Scalar | None = None
     """GradScaler's scale, as used by the backward pass."""
-    clip: tuple[Scalar | None, float] | None = None
-    """(norm before clipping, limit) where the loop clipped. The norm is None where it did not clip all gradients."""
+    clip: Clip | None = None
+    """What the loop clipped; None where it did not."""
     passes_before: float | None = None
     """Seconds in passes before a step with a closure, inside which the other passes run. None: all came before."""
     previous_exit: float | None = None

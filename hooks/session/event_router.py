@@ -145,9 +145,11 @@ class EventRouter:
             if monitor.watches(optimizer):
                 monitor.scaler_raised()
 
-    def gradients_clipped(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None) -> None:
+    def gradients_clipped(
+        self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor, *, l2: bool
+    ) -> None:
         for monitor in self._monitors.active_monitors:
-            monitor.gradients_clipped(parameters, max_norm, norm)
+            monitor.gradients_clipped(parameters, max_norm, norm, l2=l2)
 
 
 class OptimizerMonitors:

@@ -34,6 +34,7 @@ from sentinel.hooks.measure.probe import OCCASION, Probes
 from sentinel.hooks.step.loss_outliers import OutlierWatch
 from sentinel.hooks.torch_interop import internals
 from sentinel.hooks.torch_interop.layer_table import Layers
+from sentinel.hooks.torch_interop.tensors import is_finite
 from sentinel.hooks.transport.records import QUEUE_STEPS, Record
 
 if TYPE_CHECKING:
@@ -264,9 +265,11 @@ class FastPath:
 
     def _clips_calmly(self) -> bool:
         """Whether the norm that the loop computed is known, and neither odd nor infinite."""
-        norms = [norm for norm, _ in self._clipping.calls.values() if norm is not None]
-        if not all(type(norm) is float and norm <= self._outlier_watch.norm_limit for norm in norms):
-            return False
+        for norm, _, by in self._clipping.calls.values():
+            if norm is not None and not (type(norm) is float and norm <= self._outlier_watch.norm_limit):
+                return False
+            if not is_finite(by):
+                return False
         self._clip, self._clipped = self._clipping.take(), False
         return True
 
@@ -281,7 +284,7 @@ class FastPath:
         if left >= self.probes.glance_at and self.probes.glance(left, values):
             return False
         if self._clip is not None:
-            (norm, values["clip_limit"]), self._clip = self._clip, None
+            (norm, values["clip_limit"], _), self._clip = self._clip, None
             if norm is not None:
                 values["grad_norm"] = float(norm)
         if accumulator.totals.batch is not None:

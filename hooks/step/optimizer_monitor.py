@@ -127,13 +127,13 @@ class OptimizerMonitor(FastPath):
         # No more than this: another thread's loss may come during a step.
         self._accumulator.fast_path_loss_limit = -math.inf
 
-    def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor | None) -> None:
-        """Note that the loop clipped these gradients, of L2 norm `norm` until then (None: it used another norm)."""
+    def gradients_clipped(self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor, *, l2: bool) -> None:
+        """Note that the loop clipped these gradients, of norm `norm` until then. `l2`: it is an L2 norm."""
         if tensors.is_capturing():
             return
         scale = scale_left(self._scaler, self._optimizer())
         self._accumulator.totals.clipped_scaled |= scale is not None
-        self._clipping.record_clipping(parameters, limit, norm, scale)
+        self._clipping.record_clipping(parameters, limit, norm, l2=l2, scale=scale)
         self._clipped = True
 
     def start_over(self) -> None:
@@ -325,7 +325,7 @@ class OptimizerMonitor(FastPath):
         if not loss_judged:
             self._outlier_watch.judge_loss(step.totals.loss, step.seq)
         if step.clip is not None:
-            self._outlier_watch.judge_norm(step.clip[0], step.seq)
+            self._outlier_watch.judge_norm(step.clip.norm, step.seq)
         # A withheld step is sampled in full: the user wants to know which layers overflowed.
         first = not self.layers.stream
         every_layer = self._governor.due(2, step.seq, first=first) or step.rare or step.is_withheld
@@ -358,7 +358,8 @@ class OptimizerMonitor(FastPath):
             self.layers.refresh(step.optimizer, step.seq)
             step.gradients = Gradients(self.layers, scale if isinstance(scale, torch.Tensor) else None)
             self.probes.before(step, 1)
-            odd = step.clip is None and self._outlier_watch.judge_norm(step.gradients.total, step.seq)
+            judged = step.clip is not None and step.clip.norm is not None
+            odd = not judged and self._outlier_watch.judge_norm(step.values.get("grad_norm"), step.seq)
             between = time.perf_counter()
             if every_layer or odd:
                 step.thorough = True

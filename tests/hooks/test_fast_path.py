@@ -154,6 +154,22 @@ def test_after_a_norm_that_is_not_finite_steps_are_seen_whole(daemon: FakeDaemon
     assert attentive == [False] * 7 + [True], "before the loss of the next step tells"
 
 
+def test_a_norm_of_another_type_that_is_not_finite_ends_the_fast_path(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer = adamw(net)
+    with sentinel.attach(net, optimizer):
+        for seq, batch in enumerate(batches(7)):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            if seq == 6:
+                net[0].weight.grad[0] = torch.inf  # type: ignore[index]
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5, norm_type=math.inf)
+            optimizer.step()
+    daemon.ended()
+    assert 5 not in daemon.series("grad_norm"), "on the fast path"
+    assert math.isinf(daemon.series("grad_norm")[6])
+
+
 def test_events_between_full_steps_are_not_lost(daemon: FakeDaemon) -> None:
     loop = Loop(net := model(), adamw(net))
     data = iter(DataLoader(TensorDataset(torch.randn(96, 6)), batch_size=8))

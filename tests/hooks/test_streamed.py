@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -173,8 +173,8 @@ def test_the_norm_of_clipping_is_the_total_where_the_optimizer_has_frozen_parame
 
 
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("clipping", ["a part", "in the maximum norm", "in two parts"])
-def test_a_norm_that_is_not_the_total_is_not_taken_for_it(clipping: str, daemon: FakeDaemon) -> None:
+@pytest.mark.parametrize("clipping", ["a part", "twice, in the maximum norm", "in the maximum norm", "in two parts"])
+def test_the_norm_before_clipping_is_the_total_or_absent(clipping: str, daemon: FakeDaemon) -> None:
     net = model()
     parameters = list(net.parameters())
     optimizer, total, applied = adamw(net), [], []
@@ -185,19 +185,71 @@ def test_a_norm_that_is_not_the_total_is_not_taken_for_it(clipping: str, daemon:
             total.append(norm(net))
             if clipping == "a part":
                 nn.utils.clip_grad_norm_(parameters[:2], 0.1)
-            elif clipping == "in the maximum norm":
-                nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=math.inf)
-            else:
+            elif clipping == "in two parts":
                 nn.utils.clip_grad_norm_(parameters[:2], 0.1)
                 nn.utils.clip_grad_norm_(parameters[2:], 0.1)
+            else:
+                for limit in (0.1,) if clipping == "in the maximum norm" else (0.1, 0.05):
+                    nn.utils.clip_grad_norm_(parameters, limit, norm_type=math.inf)
             applied.append(norm(net))
             optimizer.step()
     daemon.ended()
     assert daemon.series("grad_norm_applied") == pytest.approx(dict(enumerate(applied)), **EXACT)
-    if clipping == "in two parts":
+    if clipping.startswith("in "):
         assert daemon.series("grad_norm") == pytest.approx(dict(enumerate(total)), **EXACT)
     else:
         assert daemon.series("grad_norm") == {}
+
+
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("scaled", ["", "clipped", "unscaled"])
+def test_each_of_two_optimizers_has_its_norm_before_they_are_clipped_together(
+    scaled: Literal["", "clipped", "unscaled"], daemon: FakeDaemon
+) -> None:
+    net, scaler = model(), GradScaler("cpu", init_scale=512.0, enabled=bool(scaled))
+    matrices, vectors = net[0], nn.ModuleList([net[2], net[3]])
+    optimizers = torch.optim.SGD(matrices.parameters(), 0.01), torch.optim.AdamW(vectors.parameters(), 0.01)
+    norms, limits = [], (0.1, 0.3, 1e9)
+    with sentinel.attach(net, optimizers):
+        for batch, limit in zip(batches(3), limits, strict=True):
+            net.zero_grad()
+            scaler.scale(loss_of(net, batch)).backward()
+            if scaled == "unscaled":
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+            left = 512.0 if scaled == "clipped" else 1.0
+            norms.append((norm(matrices) / left, norm(vectors) / left))
+            nn.utils.clip_grad_norm_(net.parameters(), limit)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    daemon.ended()
+    for stream, column in enumerate(zip(*norms, strict=True)):
+        assert daemon.series("grad_norm", stream) == pytest.approx(dict(enumerate(column)), rel=1e-5)
+        assert daemon.series("clip_limit", stream) == dict(enumerate(limits))
+
+
+@pytest.mark.parametrize("clipping", ["together", "a part", "in the maximum norm"])
+def test_a_norm_that_is_not_finite_comes_at_its_step_however_it_was_clipped(
+    clipping: str, daemon: FakeDaemon, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Governor, "due", lambda self, tier, seq, first=True: False)
+    net = model()
+    clipped = list(net[0].parameters() if clipping == "a part" else net.parameters())
+    parts = [net[0], nn.ModuleList([net[2], net[3]])] if clipping == "together" else [net]
+    optimizers = [torch.optim.SGD(part.parameters(), 0.01) for part in parts]
+    with sentinel.attach(net, optimizers):
+        for seq, batch in enumerate(batches(6)):
+            net.zero_grad()
+            loss_of(net, batch).backward()
+            if seq == 5:
+                clipped[0].grad[0] = math.nan  # type: ignore[index]
+            nn.utils.clip_grad_norm_(clipped, 0.1, norm_type=math.inf if clipping == "in the maximum norm" else 2.0)
+            for optimizer in optimizers:
+                optimizer.step()
+    daemon.ended()
+    for stream in range(len(parts)):
+        assert [seq for seq, found in daemon.series("grad_norm", stream).items() if not math.isfinite(found)] == [5]
 
 
 @pytest.mark.usefixtures("every_step")

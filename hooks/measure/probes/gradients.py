@@ -33,13 +33,15 @@ class GradientNorm(Probe):
         step.values["grad_norm_applied"] = gradients.total
         if gradients.sharded is not None:
             step.values["grad_norm_applied_sharded"] = gradients.sharded
-        if step.clip is None:
-            step.values["grad_norm"] = gradients.total
+        if step.clip is not None and step.clip.norm is not None:
             if gradients.sharded is not None:
-                step.values["grad_norm_sharded"] = gradients.sharded
-        elif gradients.sharded is not None and step.clip[0] is not None:
-            # The norm that clipping computed already covers the shards of all ranks.
-            step.values["grad_norm_sharded"] = 0.0
+                # The norm that clipping computed already covers the shards of all ranks.
+                step.values["grad_norm_sharded"] = 0.0
+            return
+        for name, part in (("grad_norm", gradients.total), ("grad_norm_sharded", gradients.sharded)):
+            norm = part if part is None or step.clip is None else step.clip.find_norm_before(part)
+            if norm is not None:
+                step.values[name] = norm
 
 
 _COLUMNS = {

@@ -33,7 +33,7 @@ class StepOutcome(Probe):
         elif isinstance(step.skipped, torch.Tensor) or step.skipped:
             values["step_skipped"] = step.skipped
         if step.clip is not None:
-            norm, values["clip_limit"] = step.clip
+            norm, values["clip_limit"], _ = step.clip
             if norm is not None:  # the loop computed it anyway: so it is free, whatever tier 1's spacing
                 values["grad_norm"] = norm
         if totals.batch is not None:
