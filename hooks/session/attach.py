@@ -324,6 +324,7 @@ class _Setup:
             )
         if len(monitors) > 1:
             unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
+            unseen.append("faults of the optimizers after the first (rules judge the losses and gradients of the first one)")
         return unseen
 
 

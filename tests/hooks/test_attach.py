@@ -98,6 +98,19 @@ def frozen() -> nn.Module:
     return model().requires_grad_(False)
 
 
+def test_the_opening_line_says_that_rules_judge_the_first_of_several_optimizers(
+    daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A NaN that stays in the second one is not found."""
+    first, second = model(), model()
+    with sentinel.attach([first, second], [adamw(first), adamw(second)]):
+        pass
+    limit = "faults of the optimizers after the first (rules judge the losses and gradients of the first one)"
+    assert limit in capfd.readouterr().err
+    daemon.ended()
+    assert limit in daemon.of(wire.Hello)[0].unseen
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
