@@ -323,8 +323,10 @@ class _Setup:
                 "whether replicas drift apart (no DistributedDataParallel that holds all of the model is known)"
             )
         if len(monitors) > 1:
-            unseen.append("which optimizer a loss belongs to, where several backward passes come before their steps")
-            unseen.append("faults of the optimizers after the first (rules judge the losses and gradients of the first one)")
+            unseen += [
+                "which optimizer a loss belongs to, where several backward passes come before their steps",
+                "faults of the optimizers after the first (rules judge the losses and gradients of the first one)",
+            ]
         return unseen
 
 
