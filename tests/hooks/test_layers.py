@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel.hooks.loop.grad_clipping import Clipping
+from sentinel.hooks.loop.grad_clipping import Clip, Clipping
 from sentinel.hooks.measure.gradients import Gradients
 from sentinel.hooks.torch_interop.layer_table import Layers, labels, named_parameters
 from tests.hooks.loops import model
@@ -181,19 +181,19 @@ def test_the_parameters_that_clipping_covers_follow_the_optimizer() -> None:
     layers = Layers(0, [net], optimizer)
     clipping = Clipping(lambda: layers.trained_ids)
     own, norm = list(net[0].parameters()), torch.tensor(2.0)
-    clipping.record_clipping(own, 1.0, norm, None)
-    assert clipping.take() == (2.0, 1.0)
+    clipping.record_clipping(own, 1.0, norm, l2=True, scale=None)
+    assert clipping.take() == Clip(2.0, 1.0)
     optimizer.add_param_group({"params": list(net[2].parameters())})
     layers.refresh(optimizer)
-    clipping.record_clipping(own, 1.0, norm, None)
-    assert clipping.take() == (None, 1.0), "it is a part by now"
-    clipping.record_clipping([*own, *net[2].parameters()], 1.0, norm, 4.0)
-    assert clipping.take() == (0.5, 1.0)
+    clipping.record_clipping(own, 1.0, norm, l2=True, scale=None)
+    assert clipping.take() == Clip(None, 1.0), "it is a part by now"
+    clipping.record_clipping([*own, *net[2].parameters()], 1.0, norm, l2=True, scale=4.0)
+    assert clipping.take() == Clip(0.5, 1.0)
     net[2].requires_grad_(False)
     layers.refresh(optimizer)
     for given in (own, [*own, *net[2].parameters()]):
-        clipping.record_clipping(list(given), 1.0, norm, None)
-        assert clipping.take() == (2.0, 1.0), "what is frozen has no gradient"
+        clipping.record_clipping(list(given), 1.0, norm, l2=True, scale=None)
+        assert clipping.take() == Clip(2.0, 1.0), "what is frozen has no gradient"
     for _ in range(500):
-        clipping.record_clipping([torch.ones(1, requires_grad=True), *own], 1.0, norm, None)
+        clipping.record_clipping([torch.ones(1, requires_grad=True), *own], 1.0, norm, l2=True, scale=None)
     assert len(clipping._covers) < 100
