@@ -379,7 +379,8 @@ _ALL = (
         "out_of_memory_errors", "1", "sum", 2, "caching allocator: out-of-memory errors thrown, so far", kind="counter"
     ),
     *map(_below, EXPONENTS),
-    _rank("weight_norm", "1", "mean", 3, "L2 norm of the parameters after the step, from a strided sample"),
+    _rank("weight_norm", "1", "norm", 3, "L2 norm of the parameters after the step, from a strided sample"),
+    _rank("weight_norm_sharded", "1", "norm", 3, "weight_norm of this rank's own shards", part_of="weight_norm"),
     _rank(
         "update_ratio",
         "ratio",

@@ -107,9 +107,9 @@ class Gradients:
     def sharded(self) -> Scalar | None:
         """L2 norm over the layers of which this rank holds a shard; None where it holds none. A shard that several
         ranks hold counts on one of them."""
-        if not self._layers.sharded:
+        shards = self._layers.find_shards(self.rows)
+        if shards is None:
             return None
-        shards = [place for place, row in enumerate(self.rows) if self._layers.sharded.get(row)]
         return combine_norms(
             self.norms[send_numbers(shards, torch.int64, self.norms.device)]
         )  # a list would wait for the device

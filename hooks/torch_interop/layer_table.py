@@ -172,6 +172,10 @@ class Layers:
         """The models that still exist."""
         return [model for ref in self._models if (model := ref()) is not None]
 
+    def find_shards(self, rows: Sequence[int]) -> list[int] | None:
+        """Return the places in `rows` of the shards that count on this rank; None where it holds no shard at all."""
+        return [place for place, row in enumerate(rows) if self.sharded.get(row)] if self.sharded else None
+
     def list_frozen(self) -> list[tuple[int, torch.Tensor, bool]]:
         """Return (row, this rank's part, whether the optimizer has it) of the models' frozen parameters whose part is
         not empty. For a second optimizer none: the first one covers them."""

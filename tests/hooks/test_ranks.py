@@ -42,10 +42,13 @@ def test_replicas_are_compared(way: str, folder: Path) -> None:
 def test_norms_are_those_of_the_whole_model(way: str, folder: Path) -> None:
     steps, expected = combined(folder, way), reference(clip=way.endswith("-clip"))
     assert [step.seq for step in steps] == list(range(ranks.STEPS))
+    assert "weight_norm" in steps[0].run
     for step, whole in zip(steps, expected, strict=True):
         assert step.run["loss"] == pytest.approx(whole.loss, rel=1e-6)
         assert step.run["grad_norm"] == pytest.approx(whole.before, rel=1e-6)
         assert step.run["grad_norm_applied"] == pytest.approx(whole.after, rel=1e-6)
+        if "weight_norm" in step.run:
+            assert step.run["weight_norm"] == pytest.approx(whole.weights, rel=1e-5)
         found = layers_of(step)
         if way == "fsdp1-flat":
             assert found["_flat_param"][0] == pytest.approx(whole.before, rel=1e-6)

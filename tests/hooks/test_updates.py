@@ -112,10 +112,10 @@ def test_every_rare_signal_of_the_vocabulary_is_measured(daemon: FakeDaemon) -> 
     with sentinel.attach(net, loop.optimizer):
         loop.run(2)
     daemon.ended()
-    # Signals of DDP, nn.DataParallel, transformers, adapters, schedulers and frozen batch norms alone.
+    # Signals of DDP, shards, nn.DataParallel, transformers, adapters, schedulers and frozen batch norms alone.
     wrapped = {"replica_checksum", "layer_checksum", "data_parallel_devices", "post_norm_layers", "adapter_ratio"}
     wrapped |= {"adapter_rank_used", "scheduler_first", "scheduler_steps"}
-    wrapped |= {"frozen_statistics", "frozen_statistics_row"}
+    wrapped |= {"frozen_statistics", "frozen_statistics_row", "weight_norm_sharded"}
     rare = {signal.name for signal in SIGNALS.values() if signal.tier == 3} - wrapped
     streamed = {name for batch in daemon.of(wire.Batch) for name in batch.columns}
     layered = {name for batch in daemon.of(wire.Batch) for block in batch.layers for name in block.stats}

@@ -32,6 +32,8 @@ class Expected(NamedTuple):
     layers: dict[str, Layer]
     """Layer -> (norm, minimum, maximum) of its gradient, after clipping."""
     unclipped: dict[str, Layer]
+    weights: float
+    """L2 norm of the weights after the step."""
 
 
 def torchrun(module: str, folder: Path, ways: Sequence[str]) -> None:
@@ -80,8 +82,10 @@ def reference(*, clip: bool) -> list[Expected]:
         before, unclipped = _norm(net), _layers(net)
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), ranks.CLIP)
-        found.append(Expected(loss.item(), before, _norm(net), _layers(net), unclipped))
+        after, clipped = _norm(net), _layers(net)
         optimizer.step()
+        weights = math.sqrt(sum(p.detach().double().square().sum().item() for p in net.parameters()))
+        found.append(Expected(loss.item(), before, after, clipped, unclipped, weights))
     return found
 
 

@@ -106,6 +106,9 @@ class WeightUpdates(Probe):
         step.layers["layer_update_ratio"] = moved / norms.clamp(min=_TINY)
         step.layers["layer_lost_share"] = lost / moving.clamp(min=1)
         step.values["weight_norm"] = scalar(torch.linalg.vector_norm(norms))
+        if step.parameters is not None and (own := step.parameters.find_shards(step.gradients.rows)) is not None:
+            shards = norms[send_numbers(own, torch.int64, norms.device)]
+            step.values["weight_norm_sharded"] = scalar(torch.linalg.vector_norm(shards))
         step.values["update_ratio"] = scalar(
             torch.linalg.vector_norm(moved) / torch.linalg.vector_norm(norms).clamp(min=_TINY)
         )
