@@ -51,26 +51,35 @@ class Clipping:
         self._ids = ids
         self.calls: dict[_Call, Clip] = {}
         """Calls since the last step."""
+        self._passes: dict[_Call, int] = {}
+        """Call -> the number of backward passes before it in its step."""
         self._covers: dict[_Call, tuple[int, bool]] = {}
         self._covered = ids()
 
     def record_clipping(
-        self, parameters: list[torch.Tensor], limit: float, norm: torch.Tensor, *, l2: bool, scale: Scalar | None
+        self,
+        parameters: list[torch.Tensor],
+        limit: float,
+        norm: torch.Tensor,
+        *,
+        l2: bool,
+        scale: Scalar | None,
+        passes: int = 0,
     ) -> None:
         """Record that the gradients of `parameters` had this norm (`l2`: it is an L2 norm) and were clipped to `limit`.
 
-        `scale` is the factor by which they were still multiplied.
+        `scale` is the factor by which they were still multiplied, `passes` the number of backward passes so far.
         """
         if not parameters:
             return
         call = (id(parameters[0]), id(parameters[-1]), len(parameters))
         if self._ids() is not self._covered or len(self._covers) > _CALLS:
-            self._covered, self._covers, self.calls = self._ids(), {}, {}
+            self._covered, self._covers, self._passes, self.calls = self._ids(), {}, {}, {}
         if call not in self._covers:
             self._covers[call] = self._coverage(parameters)
         if not self._covers[call][0]:
             return
-        if call in self.calls:  # clipped already: the first norm is the one before clipping
+        if call in self.calls and self._passes[call] == passes:  # clipped already: the norm before is the first
             first, before, _ = self.calls[call]
             self.calls[call] = Clip(first, min(before, float(limit)))
         else:
@@ -78,7 +87,7 @@ class Clipping:
             if l2 and scale is not None:
                 value, scale = on_one_device((value, scale))
                 value = value / scale
-            self.calls[call] = Clip(value if l2 else None, float(limit), by)
+            self.calls[call], self._passes[call] = Clip(value if l2 else None, float(limit), by), passes
 
     def start_over(self) -> None:
         """Forget this step's clipping, as its gradients were discarded."""

@@ -132,8 +132,9 @@ class OptimizerMonitor(FastPath):
         if tensors.is_capturing():
             return
         scale = scale_left(self._scaler, self._optimizer())
-        self._accumulator.totals.clipped_scaled |= scale is not None
-        self._clipping.record_clipping(parameters, limit, norm, l2=l2, scale=scale)
+        totals = self._accumulator.totals
+        totals.clipped_scaled |= scale is not None
+        self._clipping.record_clipping(parameters, limit, norm, l2=l2, scale=scale, passes=totals.backwards)
         self._clipped = True
 
     def start_over(self) -> None:

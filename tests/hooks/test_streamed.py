@@ -202,6 +202,54 @@ def test_the_norm_before_clipping_is_the_total_or_absent(clipping: str, daemon: 
 
 
 @pytest.mark.usefixtures("every_step")
+def test_elements_that_are_clipped_are_not_seen_as_clipping(daemon: FakeDaemon) -> None:
+    net = model()
+    optimizer, norms = adamw(net), []
+    with sentinel.attach(net, optimizer):
+        for batch in batches(3):
+            optimizer.zero_grad()
+            loss_of(net, batch).backward()
+            nn.utils.clip_grad_value_(net.parameters(), 0.01)
+            norms.append(norm(net))
+            optimizer.step()
+    daemon.ended()
+    assert daemon.series("grad_norm") == pytest.approx(dict(enumerate(norms)), **EXACT)
+    assert daemon.series("clip_limit") == {}
+
+
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("closure", [False, True])
+def test_where_each_pass_of_a_step_is_clipped_the_last_clipping_counts(closure: bool, daemon: FakeDaemon) -> None:
+    net, data = model(), batches(9)
+    optimizer = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=3) if closure else adamw(net)
+    before: list[float] = []
+    applied: list[float] = []
+
+    def take_pass() -> torch.Tensor:
+        if closure:
+            optimizer.zero_grad()
+        loss = loss_of(net, next(data))
+        loss.backward()
+        before.append(norm(net))
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        applied.append(norm(net))
+        return loss
+
+    with sentinel.attach(net, optimizer):
+        for _ in range(3):
+            if closure:
+                optimizer.step(take_pass)
+            else:
+                for _ in range(3):
+                    take_pass()
+                optimizer.step()
+                optimizer.zero_grad()
+    daemon.ended()
+    assert daemon.series("grad_norm") == pytest.approx(dict(enumerate(before[2::3])), **EXACT)
+    assert daemon.series("grad_norm_applied") == pytest.approx(dict(enumerate(applied[2::3])), **EXACT)
+
+
+@pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("scaled", ["", "clipped", "unscaled"])
 def test_each_of_two_optimizers_has_its_norm_before_they_are_clipped_together(
     scaled: Literal["", "clipped", "unscaled"], daemon: FakeDaemon
