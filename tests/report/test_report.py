@@ -413,6 +413,14 @@ def test_values_further_apart_than_a_float_holds_are_drawn(values: tuple[float, 
     assert "inf" not in drawn
 
 
+def test_a_curve_begins_at_its_first_value_and_ends_at_its_last() -> None:
+    drawn = chart(Plot("loss", "1", [Drawn(ChartLine("loss", (0, 50, 99), (3.0, 2.0, 1.0)), "loss", 0)], (0, 99)))
+    (path,) = re.findall(r'<path d="M([^"]*)" class="curve', drawn)
+    points = [tuple(map(float, point.split())) for point in path.split("L")]
+    assert len(points) == 3
+    assert points == sorted(points), "to the right, and down"
+
+
 def test_long_runs_of_many_ranks_stay_small(tmp_path: Path) -> None:
     with History(history(tmp_path / "gpt.sqlite", steps=10_000, ranks=8)) as kept:
         text = page([report(kept)], "0")

@@ -65,6 +65,12 @@ def test_the_picture_fits_any_terminal(width: int, height: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_the_last_line_counts_what_a_small_terminal_leaves_out() -> None:
+    runs = [run(run_id=f"gpt-{number}") for number in range(9)]
+    whole, cut = (text(runs, [], height=height).splitlines() for height in (500, 20))
+    assert cut == [*whole[:19], f"and {len(whole) - 19} lines more"]
+
+
 def test_an_open_incident_is_shown_however_many_came_after_it() -> None:
     over = [case(alert="SlowStep", state="resolved") for _ in range(50)]
     said = text([run()], [case(), *over])
