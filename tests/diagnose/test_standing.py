@@ -28,6 +28,7 @@ Current thread 0x0000000000000001 (most recent call first):
 """
 IN_USER_CODE = """\
 Current thread 0x0000000000000001 (most recent call first):
+  File "/usr/lib/python3.11/ssl.py", line 1134 in read
   File "/home/me/data.py", line 7 in load
   File "/home/me/train.py", line 9 in main
 """
@@ -85,7 +86,8 @@ def test_the_cause_is_certain_once_all_ranks_have_answered_in_any_order(order: t
         standstill.attempt.ranks[number].flight = (WAITS, ENDED)[number]
         standstill.again()
     cause, confidence = standstill.again()
-    assert "rank 1 came to the end of its loader, after 1 batches (rank 0 had more)" in cause
+    ended = "rank 1 came to the end of its loader, after 1 batches (rank 0 had more)"
+    assert f"{ended}; it is at /home/me/data.py:7 in load" in cause
     assert confidence == "high"
 
 
