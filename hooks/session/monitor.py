@@ -47,6 +47,7 @@ class Monitor:
     def log(self, **scalars: float | torch.Tensor) -> None:
         """Add numbers of your own to the present step, or replace what is measured: `log(loss=...)`.
 
+        Call it before `optimizer.step()`: what is logged later belongs to the next step, or to the last if none comes.
         One-element tensors are read without waiting for the device. A value that is not a number is left out, with a
         line on the terminal the first time.
         """
