@@ -19,6 +19,7 @@ from sentinel.hooks.rollback.agreement import TwoPhaseCommit
 from sentinel.hooks.rollback.options import Rollback
 from sentinel.hooks.rollback.restorer import Restorer
 from tests.rollback.training import Training, assert_same, batches, of_type
+from tests.waiting import until
 
 DATA = batches(16)
 
@@ -284,6 +285,20 @@ def test_an_abort_before_the_step_and_one_while_it_waits() -> None:
     training.step(DATA[9])
     assert not of_type(sent, wire.RolledBack)
     assert training.seq == 10
+
+
+def test_an_abort_lets_the_loop_go_that_waits() -> None:
+    """Else it would stand there until the time-out."""
+    commit = TwoPhaseCommit()
+    commit.prepare(wire.Prepare(id=1, at=5, to=2))
+    assert commit.reach_step(5)
+    found: list[Any] = []
+    loop = threading.Thread(target=lambda: found.append(commit.wait(600.0)), daemon=True)
+    loop.start()
+    until(lambda: sys._current_frames()[loop.ident or 0].f_code.co_name == "wait", "the loop, to where it waits")
+    commit.decide(wire.Abort(id=1))
+    loop.join(30.0)
+    assert found == [(None, None)]
 
 
 def test_a_promised_snapshot_is_not_given_up() -> None:
