@@ -256,7 +256,7 @@ _ALL = (
         "1",
         "norm",
         1,
-        "the part of grad_norm that comes from this rank's own shards",
+        "the part of grad_norm from this rank's own shards; 0 where clipping computed grad_norm over all shards",
         part_of="grad_norm",
     ),
     _rank(

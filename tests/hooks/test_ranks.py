@@ -58,6 +58,13 @@ def test_norms_are_those_of_the_whole_model(way: str, folder: Path) -> None:
             assert found[name] == pytest.approx(values, rel=1e-6, abs=1e-6 * values[0]), name
 
 
+def test_where_clipping_computed_the_norm_each_rank_has_it_whole_and_no_part_of_it(folder: Path) -> None:
+    """As docs/rule-language.md says of `across(grad_norm, "max")`."""
+    for step, whole in zip(combined(folder, "fsdp-clip"), reference(clip=True), strict=True):
+        assert step.run["grad_norm_sharded"] == 0.0
+        assert max(rank["grad_norm"] for rank in step.ranks.values()) == pytest.approx(whole.before, rel=1e-6)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_the_same_to_the_bit_and_no_collective_is_added(way: str, folder: Path) -> None:
     for rank in range(WORLD):
