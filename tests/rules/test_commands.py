@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sentinel.cli import cli
+from sentinel.rulebook.loader import ACTIONS
 
 GOOD = "group: mine\nrules:\n  - alert: Mine\n    expr: loss > 5\n"
 BAD = "group: mine\nrules:\n  - alert: Yours\n    expr: lss > 5\n"
@@ -188,7 +189,7 @@ def test_check_reports_all_mistakes_of_a_rule_in_the_files_order(folder: Path) -
         "10:16: syntax error: the expression ends too early",
         "12:10: syntax error: '(' was never closed",
         "13:15: unknown action 'rolback'; did you mean 'rollback'?",
-        "13:32: unknown action 'page'; there are: evidence, restart, rollback, stacks, stop",
+        f"13:32: unknown action 'page'; there are: {', '.join(ACTIONS)}",
         "15:7: unknown key 'sumary' in annotations; did you mean 'summary'?",
         "17:29: syntax error: the expression ends too early",
         "17:41: severity: 'infoo' is not one of info, warning, critical; did you mean 'info'?",
