@@ -332,7 +332,7 @@ def looked_at(
 
 def test_a_plain_write_that_blocks_is_output(watched: Watched) -> None:
     if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
-        pytest.skip("nobody tells what a thread does in the kernel")
+        pytest.skip("this kernel does not show what a thread does in it")
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb", 0) as rest, os.fdopen(writer, "wb", 0) as file:
         assert looked_at(watched, lambda: file.write(b"x" * 70_000), lambda: rest.read(1 << 20)) == {Place.LONG}
@@ -340,7 +340,7 @@ def test_a_plain_write_that_blocks_is_output(watched: Watched) -> None:
 
 def test_a_sleep_is_told_from_a_lock(watched: Watched) -> None:
     if not Path(f"/proc/self/task/{threading.get_native_id()}/syscall").exists():
-        pytest.skip("nobody tells what a thread does in the kernel")
+        pytest.skip("this kernel does not show what a thread does in it")
     lock = threading.Lock()
     lock.acquire()
     assert looked_at(watched, lambda: time.sleep(1), lambda: None) == {Place.AWAITS}

@@ -71,7 +71,7 @@ def test_ranks_that_took_different_snapshots_keep_one_in_common() -> None:
             for ring in rings:
                 ring.shared.add(common)
         assert seq < 4 or any(held <= seq - 4 for held in set(rings[0].held) & set(rings[1].held)), seq
-        assert all(ring.shared <= set(ring.held) for ring in rings), "one that is given up is forgotten"
+        assert all(ring.shared <= set(ring.held) for ring in rings), "a snapshot that is given up is forgotten"
 
 
 def test_a_late_snapshot_does_not_push_out_the_only_good_one() -> None:
